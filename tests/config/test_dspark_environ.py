@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the VLLM_DSPARK_* variables."""
+
+import pytest
+
+from vllm.config.dspark_capacity import DSparkCapacityConfigError, DSparkCapacityEnv
+from vllm.config.dspark_environ import VARIABLES
+
+NO_ENV = DSparkCapacityEnv()
+
+
+def test_environment_defaults_and_foreign_variables():
+    env = DSparkCapacityEnv.from_environ({"PATH": "x", "VLLM_USE_V1": "1"})
+    assert env == DSparkCapacityEnv(0, True, 8, 1, 0.0, 0.0, 0, False)
+
+
+def test_every_variable_is_read():
+    env = DSparkCapacityEnv.from_environ(
+        {
+            "VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "32",
+            "VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH": "False",
+            "VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH_WINDOW": " 4 ",
+            "VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH": "0",
+            "VLLM_DSPARK_CAPACITY_LOG_INTERVAL": "2.5",
+            "VLLM_DSPARK_STS_LOG_INTERVAL": "10",
+            "VLLM_DSPARK_TP_CHECK": "2",
+            "VLLM_DSPARK_CPU_REHEARSAL": "true",
+        }
+    )
+    expected = (32, False, 4, 0, 2.5, 10.0, 2, True)
+    assert len(env.given) == len(expected)
+    assert env == DSparkCapacityEnv(*expected, given=env.given)
+
+
+@pytest.mark.parametrize("name", sorted(VARIABLES))
+def test_empty_variable_means_its_default(name):
+    assert DSparkCapacityEnv.from_environ({name: " "}) == NO_ENV
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE", "-1"),
+        ("VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE", "1.5"),
+        ("VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE", "1_0"),
+        ("VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE", "+-1"),
+        ("VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE", "\u0663"),
+        ("VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH", "yes"),
+        ("VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH", "2"),
+        ("VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH_WINDOW", "0"),
+        ("VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH", "-1"),
+        ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "nan"),
+        ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "-1"),
+        ("VLLM_DSPARK_STS_LOG_INTERVAL", "inf"),
+        ("VLLM_DSPARK_STS_LOG_INTERVAL", "often"),
+        ("VLLM_DSPARK_TP_CHECK", "3"),
+        ("VLLM_DSPARK_CPU_REHEARSAL", "on"),
+    ],
+)
+def test_bad_variable_names_itself_value_and_way_out(name, text):
+    with pytest.raises(DSparkCapacityConfigError) as caught:
+        DSparkCapacityEnv.from_environ({name: text})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={text!r}: must be ")
+    assert f"unset {name}" in message
+
+
+def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest():
+    with pytest.raises(DSparkCapacityConfigError, match="'VLLM_DSPARK_TP_CHECK'"):
+        DSparkCapacityEnv.from_environ({"VLLM_DSPARK_TPCHECK": "1"})

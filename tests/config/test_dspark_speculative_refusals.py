@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the speculative config refuses once the feature is on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.config_models import write_draft
+from vllm.config.dspark_speculative import has_confidence_head
+from vllm.platforms import current_platform
+
+AUTO = {"dspark_sps_curve": "auto"}
+pytestmark = pytest.mark.usefixtures("plugin")
+
+
+REFUSED = {
+    "pipeline_parallel_size": {"_parallel": {"pipeline_parallel_size": 2}},
+    "data_parallel_size": {"_parallel": {"data_parallel_size": 2}},
+    "decode_context_parallel_size": {"_parallel": {"decode_context_parallel_size": 2}},
+    "prefill_context_parallel_size": {
+        "_parallel": {"prefill_context_parallel_size": 2}
+    },
+    "enable_batch_sharded_sampling": {
+        "_parallel": {"enable_batch_sharded_sampling": True}
+    },
+    "worker_cls": {"_parallel": {"worker_cls": "my.Worker"}},
+    "enforce_eager": {"_model": {"enforce_eager": True}},
+    "num_speculative_tokens_per_batch_size": {
+        "num_speculative_tokens_per_batch_size": [(1, 8, 7), (9, 512, 3)]
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_setting_is_named_with_a_way_out(build, name):
+    assert not build(**REFUSED[name]).capacity_enabled  # the keys make the error
+    with pytest.raises(ValueError) as caught:
+        build(**AUTO, **REFUSED[name])
+    text = str(caught.value)
+    assert f"{name}=" in text and "must be" in text
+    assert "drop the dspark_* keys" in text
+
+
+def test_cpu_without_the_rehearsal_is_pointed_to_it(build, monkeypatch):
+    monkeypatch.delenv("VLLM_DSPARK_CPU_REHEARSAL", raising=False)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
+    assert not build().capacity_enabled
+    with pytest.raises(ValueError, match="platform='cpu'.*VLLM_DSPARK_CPU_REHEARSAL=1"):
+        build(**AUTO)
+
+
+def test_v1_runner_is_refused(build, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        build(**AUTO)
+
+
+def test_method_without_confidence_is_refused(build, checkpoints):
+    with pytest.raises(ValueError, match="method='ngram'.*must be \"dspark\""):
+        build(**AUTO, method="ngram", model=None)
+    draft = write_draft(checkpoints.root / "dflash", architectures=["DFlashDraftModel"])
+    assert build(method="dflash", model=draft).method == "dflash"
+    with pytest.raises(ValueError, match="method='dflash'"):
+        build(**AUTO, method="dflash", model=draft)
+
+
+def test_draft_without_confidence_head_is_refused(build, checkpoints):
+    draft = write_draft(checkpoints.root / "headless", enable_confidence_head=False)
+    assert not build(model=draft).capacity_enabled
+    with pytest.raises(ValueError, match="enable_confidence_head: true"):
+        build(**AUTO, model=draft)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given_value", "expected"),
+    [
+        ("Qwen3DSparkModel", None, False),
+        ("Qwen3DSparkModel", True, True),
+        ("Gemma4DSparkModel", None, False),
+        ("DSparkDraftModel", None, True),
+        ("DSparkV41DraftModel", None, True),
+        ("DSparkDraftModel", False, False),
+    ],
+)
+def test_confidence_head_default_depends_on_the_architecture(
+    architecture, given_value, expected
+):
+    hf_config = SimpleNamespace()
+    if given_value is not None:
+        hf_config.enable_confidence_head = given_value
+    model = SimpleNamespace(hf_config=hf_config, architectures=[architecture])
+    assert has_confidence_head(SimpleNamespace(draft_model_config=model)) is expected
+
+
+def test_environment_is_checked_against_k(build, monkeypatch):
+    monkeypatch.setenv("VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH", "8")
+    assert not build().capacity_enabled
+    with pytest.raises(ValueError, match="num_speculative_tokens = 7"):
+        build(**AUTO)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of a steps-per-second curve, inline and in a file."""
+
+import json
+import math
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.config.dspark_capacity import (
+    DSparkCapacityConfig,
+    DSparkCapacityConfigError,
+    load_sps_curve,
+)
+from vllm.config.dspark_values import MAX_CURVE_FILE_BYTES
+
+CURVE = [[6, 200], [12, 80.5]]
+
+
+def refusal(curve) -> str:
+    with pytest.raises(DSparkCapacityConfigError) as caught:
+        DSparkCapacityConfig.from_keys({"dspark_sps_curve": curve})
+    return str(caught.value)
+
+
+RATES = st.floats(min_value=1e-3, max_value=1e6, allow_nan=False)
+CURVES = st.lists(
+    st.tuples(st.integers(1, 10**6), RATES),
+    min_size=2,
+    max_size=20,
+    unique_by=lambda point: point[0],
+).map(lambda points: [list(p) for p in sorted(points)])
+
+
+@settings(deadline=None)
+@given(CURVES)
+def test_valid_curve_survives_keys_and_pickle(curve):
+    config = DSparkCapacityConfig.from_keys({"dspark_sps_curve": curve})
+    assert [list(p) for p in config.dspark_sps_curve.points] == curve
+    again = DSparkCapacityConfig.from_keys(
+        json.loads(json.dumps(pickle.loads(pickle.dumps(config)).to_keys()))
+    )
+    assert again == config
+
+
+BAD_CURVES = {
+    "empty": [],
+    "one point": [[6, 200]],
+    "equal tokens": [[6, 200], [6, 100]],
+    "falling tokens": [[12, 100], [6, 200]],
+    "zero rate": [[6, 200], [12, 0]],
+    "negative rate": [[6, 200], [12, -1]],
+    "nan rate": [[6, math.nan], [12, 80]],
+    "infinite rate": [[6, 200], [12, math.inf]],
+    "rate beyond a double": [[6, 200], [12, 10**400]],
+    "rate whose step time overflows": [[6, 200], [12, 1e-320]],
+    "bool rate": [[6, 200], [12, True]],
+    "string rate": [[6, 200], [12, "80"]],
+    "bool tokens": [[True, 200], [12, 80]],
+    "fractional tokens": [[6.5, 200], [12, 80]],
+    "zero tokens": [[0, 200], [12, 80]],
+    "triple": [[6, 200, 1], [12, 80, 1]],
+    "flat list": [6, 200],
+    "object without schema": {"sps_curve": CURVE},
+    "other schema": {"schema": "x", "version": 1, "sps_curve": CURVE},
+    "newer version": {
+        "schema": "vllm-dspark-sps-curve",
+        "version": 2,
+        "sps_curve": CURVE,
+    },
+    "bool version": {
+        "schema": "vllm-dspark-sps-curve",
+        "version": True,
+        "sps_curve": CURVE,
+    },
+    "no curve": {"schema": "vllm-dspark-sps-curve", "version": 1},
+    "number": 3,
+    "string": "auto",
+}
+
+
+@pytest.mark.parametrize("case", BAD_CURVES)
+def test_bad_curve_is_refused_from_a_file(tmp_path, case):
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(BAD_CURVES[case]))
+    text = refusal(str(path))
+    assert "dspark_sps_curve" in text and str(path) in text
+    assert "steps_per_s" in text and 'use "auto"' in text
+
+
+@pytest.mark.parametrize("case", [c for c in BAD_CURVES if c != "string"])
+def test_bad_curve_is_refused_inline(case):
+    assert "steps_per_s" in refusal(BAD_CURVES[case])
+
+
+def test_curve_file_holds_a_list_or_a_versioned_object_with_extras(tmp_path):
+    document = {
+        "schema": "vllm-dspark-sps-curve",
+        "version": 1,
+        "sps_curve": CURVE,
+        "draft_ms": {"7": [1.0, 2.0]},
+    }
+    bare, versioned = tmp_path / "a.json", tmp_path / "b.json"
+    bare.write_text(json.dumps(CURVE))
+    versioned.write_text(json.dumps(document))
+    assert load_sps_curve(bare).points == ((6, 200.0), (12, 80.5))
+    assert load_sps_curve(bare).document is None
+    loaded = load_sps_curve(str(versioned))
+    assert loaded.points == load_sps_curve(bare).points
+    assert loaded.document["draft_ms"] == {"7": [1.0, 2.0]}
+    assert loaded.to_json_value() == document
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"[" + b" " * MAX_CURVE_FILE_BYTES + b"]", "larger than"),
+        (b"[" * 100_000, "not JSON"),
+        (b"tokens,rate\n6,200\n", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"", "not JSON"),
+    ],
+)
+def test_unusable_file_is_refused(tmp_path, content, problem):
+    path = tmp_path / "curve.json"
+    path.write_bytes(content)
+    assert problem in refusal(str(path))
+
+
+def test_largest_allowed_file_is_read(tmp_path):
+    text = json.dumps(CURVE)
+    path = tmp_path / "curve.json"
+    path.write_text(text + " " * (MAX_CURVE_FILE_BYTES - len(text)))
+    assert path.stat().st_size == MAX_CURVE_FILE_BYTES
+    assert len(load_sps_curve(path).points) == 2
+
+
+def test_long_values_are_shortened_in_the_message():
+    text = refusal([[1, 1.0]] * 10_000)
+    assert len(text) < 1000

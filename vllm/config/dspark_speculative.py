@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's speculative config with the ``dspark_*`` keys added.
+
+The class stands in for ``SpeculativeConfig`` where engine arguments are turned
+into a configuration (CONFIG rows of the seam table). With the feature off it
+behaves as its base class.
+
+Invariants (pinned by tests/config/test_dspark_speculative*.py):
+  * An unknown key fails before a checkpoint is opened, naming the nearest one.
+  * Switching the feature on sets ``enable_adaptive_verification`` (varlen) and
+    the worker class, and refuses what cannot work, before weights are loaded.
+  * Instances hold plain values only: unpickling needs this module but neither
+    plugins nor a curve file.
+"""
+
+import os
+from dataclasses import fields
+from typing import Any, Literal
+
+from pydantic import SkipValidation, model_validator
+from pydantic_core import ArgsKwargs
+
+from vllm import envs
+from vllm.config.dspark_capacity import (
+    DSPARK_KEYS,
+    DSparkCapacityConfig,
+    DSparkCapacityConfigError,
+    DSparkCapacityEnv,
+)
+from vllm.config.dspark_environ import REHEARSAL_VARIABLE
+from vllm.config.dspark_values import unknown_name
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.platforms import current_platform
+
+WORKER_CLS = "vllm.v1.worker.gpu.dspark_capacity_worker.DSparkCapacityWorker"
+# The CPU rehearsal puts its own worker in place of ours.
+_REHEARSAL_PREFIX = "vllm.platforms.dspark_"
+# Filled in by the engine, never by users: not offered as the nearest key.
+_ENGINE_FIELDS = frozenset(
+    {
+        "target_model_config",
+        "target_parallel_config",
+        "draft_model_config",
+        "draft_parallel_config",
+    }
+)
+# DeepSeek's drafts have a confidence head unless they say otherwise; all other
+# DSpark drafts say so (``enable_confidence_head`` in their config.json).
+_HEAD_BY_DEFAULT = frozenset({"DSparkDraftModel", "DSparkV41DraftModel"})
+
+
+@config
+class DSparkSpeculativeConfig(SpeculativeConfig):
+    """Configuration for speculative decoding, with load-aware DSpark capacity.
+
+    The fields are checked as in :class:`DSparkCapacityConfig`, which documents
+    them; pydantic does not touch them, because it would turn "0.5" and true into
+    numbers.
+    """
+
+    dspark_sps_curve: SkipValidation[Any] = None
+    """Engine speed by load: null, "auto", a JSON file or [[tokens, steps_per_s],
+    ...]. "auto" switches everything on."""
+    dspark_confidence_threshold: SkipValidation[float] = 0.0
+    """Verify drafts whose survival probability is at least this, in [0, 1]. 0:
+    off."""
+    dspark_budget_frac: SkipValidation[float] = 1.0
+    """Verify this fraction of all drafts, the best ones, in [0, 1]. 1: off."""
+    dspark_capacity_verification_mode: SkipValidation[Literal["varlen", "mask"]] = (
+        "varlen"
+    )
+    """Leave rejected slots out of the batch (varlen) or ignore them (mask)."""
+    dspark_confidence_temperature: SkipValidation[float] = 1.0
+    """Divides every confidence logit, in [0.01, 100]. 1: as trained."""
+    dspark_online_sts: SkipValidation[bool | None] = None
+    """Calibrate confidences while serving. null: on with "auto"."""
+    dspark_sps_overhead_ms: SkipValidation[float] = 0.0
+    """Milliseconds >= 0 added to every step of the curve."""
+    dspark_draft_depths: SkipValidation[list[int] | None] = None
+    """Draft depths that may be used, K among them. null: a default set."""
+    dspark_sps_cache: SkipValidation[str] = "off"
+    """Directory that keeps measured curves between starts, or "off"."""
+
+    # The decorator would generate one that prints whole model configs to the log.
+    __repr__ = SpeculativeConfig.__repr__
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_keys(cls, data: Any) -> Any:
+        """Check all names and our values before any checkpoint is opened."""
+        if not isinstance(data, ArgsKwargs):
+            return data
+        given = dict(data.kwargs or {})
+        _check_names(given, {f.name for f in fields(cls)})
+        ours = {k: v for k, v in given.items() if k in DSPARK_KEYS}
+        capacity = DSparkCapacityConfig.from_keys(ours)
+        if capacity.enabled:
+            # Normalised: depths sorted, a curve file replaced by its content.
+            given.update({k: capacity.to_keys()[k] for k in ours})
+            given["enable_adaptive_verification"] = _resolve_adaptive(capacity, given)
+        return ArgsKwargs(data.args, given)
+
+    def __post_init__(self) -> None:
+        """Complete the config as upstream does; with the feature on, check it."""
+        super().__post_init__()
+        capacity = self.capacity_config
+        if capacity.enabled:
+            # Also checks the list of depths and the environment against K.
+            capacity.resolve_depths(self.num_speculative_tokens)
+            _check_draft(self)
+            _check_target(self)
+            _take_worker(self)
+            from vllm.plugins.dspark_capacity.seam import Scope
+            from vllm.plugins.dspark_capacity.seams import install
+
+            install(Scope.FRONTEND)
+
+    @property
+    def capacity_config(self) -> DSparkCapacityConfig:
+        """The checked keys, built anew at each access: keep the result."""
+        return DSparkCapacityConfig.from_keys(
+            {k: getattr(self, k) for k in DSPARK_KEYS}
+        )
+
+    @property
+    def capacity_enabled(self) -> bool:
+        """Whether the keys switch load-aware capacity on."""
+        return self.capacity_config.enabled
+
+
+def _check_names(given: dict[str, Any], known: set[str]) -> None:
+    for name in given:
+        if name not in known:
+            # Among our own keys the nearest one is surely ours.
+            prefix = "dspark_" if name.startswith("dspark") else ""
+            offered = {k for k in known - _ENGINE_FIELDS if k.startswith(prefix)}
+            raise unknown_name(name, offered, what="speculative_config key")
+
+
+def _resolve_adaptive(capacity: DSparkCapacityConfig, given: dict[str, Any]) -> bool:
+    """Return ``enable_adaptive_verification`` for the verification mode.
+
+    varlen rides on upstream's varlen graphs, which this flag selects; mask keeps
+    upstream's fixed-width graphs, which it would remove.
+
+    Raises:
+        DSparkCapacityConfigError: The user set the flag to the other value.
+    """
+    mode = capacity.dspark_capacity_verification_mode
+    needed = mode == "varlen"
+    wanted = given.get("enable_adaptive_verification", needed)
+    if isinstance(wanted, bool) and wanted != needed:
+        other = "mask" if needed else "varlen"
+        raise DSparkCapacityConfigError(
+            f"enable_adaptive_verification={wanted} contradicts "
+            f"dspark_capacity_verification_mode={mode!r} of the {capacity.mode} mode, "
+            f"which needs {needed}. Leave enable_adaptive_verification out or set "
+            f'"dspark_capacity_verification_mode": "{other}".'
+        )
+    return needed
+
+
+def _refuse(name: str, value: Any, allowed: str, way_out: str) -> None:
+    raise DSparkCapacityConfigError(
+        f"{name}={value!r} does not work with load-aware DSpark capacity: must be "
+        f"{allowed}. {way_out}, or drop the dspark_* keys from the speculative config."
+    )
+
+
+def has_confidence_head(spec: SpeculativeConfig) -> bool:
+    """Return whether the draft checkpoint announces a confidence head.
+
+    Weights are not looked at; the worker checks that they were loaded.
+
+    Args:
+        spec: Completed config with method dspark.
+
+    Source: the DSpark model classes, ``model_executor/models/qwen3_dspark.py``
+    and ``models/deepseek_v4/nvidia/dspark.py`` at v0.33.0.
+    """
+    hf_config = spec.draft_model_config.hf_config
+    by_default = bool(_HEAD_BY_DEFAULT & set(spec.draft_model_config.architectures))
+    return bool(getattr(hf_config, "enable_confidence_head", by_default))
+
+
+def _check_draft(spec: DSparkSpeculativeConfig) -> None:
+    if spec.method != "dspark":
+        _refuse(
+            "method",
+            spec.method,
+            '"dspark", with a draft that has a confidence head; other methods, DFlash '
+            "included, have none",
+            "Use a DSpark draft (DFlash can use upstream's own \"enable_adaptive_"
+            'verification": true, which estimates acceptance)',
+        )
+    if not has_confidence_head(spec):
+        _refuse(
+            "model",
+            spec.model,
+            "a DSpark checkpoint with a confidence head (enable_confidence_head: true "
+            "in its config.json)",
+            "Use such a draft (without one, upstream's own \"enable_adaptive_"
+            'verification": true estimates acceptance)',
+        )
+    if spec.num_speculative_tokens_per_batch_size is not None:
+        _refuse(
+            "num_speculative_tokens_per_batch_size",
+            spec.num_speculative_tokens_per_batch_size,
+            "unset, because the draft depth is chosen every step",
+            "Use dspark_draft_depths to limit the depths",
+        )
+
+
+def _check_target(spec: DSparkSpeculativeConfig) -> None:
+    env = DSparkCapacityEnv.from_environ(os.environ)
+    if current_platform.is_cpu() and not env.cpu_rehearsal:
+        _refuse(
+            "platform",
+            "cpu",
+            "a GPU, or a CPU under the rehearsal",
+            f"Set {REHEARSAL_VARIABLE}=1 and TRITON_INTERPRET=1 to rehearse",
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        _refuse("VLLM_USE_V2_MODEL_RUNNER", 0, "1 or unset", "Unset it")
+    if spec.target_model_config.enforce_eager:
+        _refuse(
+            "enforce_eager",
+            True,
+            "False, because depth and budget are chosen among CUDA graphs",
+            "Remove --enforce-eager",
+        )
+    parallel = spec.target_parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name)) > 1:
+            _refuse(name, size, "1", f"Set {name} to 1 (tensor parallelism works)")
+    if parallel.enable_batch_sharded_sampling:
+        _refuse(
+            "enable_batch_sharded_sampling",
+            True,
+            "unset, because the logits of each request are counted on the device",
+            "Remove --enable-batch-sharded-sampling",
+        )
+
+
+def _take_worker(spec: DSparkSpeculativeConfig) -> None:
+    parallel = spec.target_parallel_config
+    if parallel.worker_cls == "auto":
+        parallel.worker_cls = WORKER_CLS
+    elif parallel.worker_cls != WORKER_CLS and not parallel.worker_cls.startswith(
+        _REHEARSAL_PREFIX
+    ):
+        _refuse(
+            "worker_cls",
+            parallel.worker_cls,
+            f'"auto" or "{WORKER_CLS}", which the feature runs in',
+            "Remove --worker-cls",
+        )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict readers for single configuration values of the DSpark capacity feature.
+
+Pure: standard library only. vLLM's dotted command line form decodes every value
+as JSON before it arrives here (``true``, ``0.5``, ``[1,3,7]``; only text that is
+not JSON stays a string), so nothing is converted from strings.
+
+Invariants (pinned by tests/config/test_dspark_values.py):
+  * A bool is never a number and a string is never a number.
+  * Every error names the key, the value, what is allowed and the way out.
+  * A steps-per-second curve that leaves this module is finite, positive and
+    strictly increasing in tokens.
+"""
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CURVE_SCHEMA = "vllm-dspark-sps-curve"
+CURVE_VERSION = 1
+MAX_CURVE_FILE_BYTES = 1 << 20
+# Enough to recognise a value; a pasted curve must not fill the terminal.
+_MAX_SHOWN_CHARS = 120
+
+
+class DSparkCapacityConfigError(ValueError):
+    """A key or variable of the DSpark capacity feature has an unusable value."""
+
+
+def bad_value(
+    name: str, value: Any, *, allowed: str, way_out: str
+) -> DSparkCapacityConfigError:
+    """Return the error for one value; the caller raises it.
+
+    Args:
+        name: Key or environment variable.
+        value: What was given; long values are shortened.
+        allowed: What the key accepts, completing "must be ...".
+        way_out: Imperative sentence without the full stop.
+    """
+    shown = repr(value)
+    if len(shown) > _MAX_SHOWN_CHARS:
+        shown = shown[:_MAX_SHOWN_CHARS] + "..."
+    return DSparkCapacityConfigError(f"{name}={shown}: must be {allowed}. {way_out}.")
+
+
+def unknown_name(
+    name: str, known: Iterable[str], *, what: str
+) -> DSparkCapacityConfigError:
+    """Return the error for a name that nothing reads, with the nearest known one.
+
+    Args:
+        name: The unknown name.
+        known: All names that are accepted in this place.
+        what: Kind of name, such as ``speculative_config key``.
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return DSparkCapacityConfigError(
+        f"Unknown {what} {name!r}.{hint} Known: {', '.join(known)}. Correct the "
+        "name or remove it."
+    )
+
+
+def read_number(name: str, value: Any, *, low: float, high: float = math.inf) -> float:
+    """Return a finite real number within ``[low, high]`` as a float.
+
+    Raises:
+        DSparkCapacityConfigError: Not an int or float, NaN, infinite, or outside.
+    """
+    allowed = f"a number in [{low:g}, {high:g}]"
+    if math.isinf(high):
+        allowed = f"a finite number >= {low:g}"
+    way_out = f"Correct {name} or leave it out for its default"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        allowed += f", not {type(value).__name__}"
+    else:
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond the range of a double
+            number = math.inf
+        if math.isfinite(number) and low <= number <= high:
+            return number
+    raise bad_value(name, value, allowed=allowed, way_out=way_out)
+
+
+def is_int(value: Any) -> bool:
+    """Return whether ``value`` is an integer and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Return ``value`` if it is one of ``choices``, of the same type.
+
+    Raises:
+        DSparkCapacityConfigError: It is none of them (1 is not true).
+    """
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return value
+    allowed = "one of " + ", ".join(json.dumps(c) for c in choices)
+    raise bad_value(
+        name,
+        value,
+        allowed=allowed,
+        way_out=f"Correct {name} or leave it out for its default",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpsCurveInput:
+    """A steps-per-second curve as the user gave it, checked.
+
+    Attributes:
+        points: ``(target tokens, engine steps per second)``, tokens increasing.
+        document: The whole versioned object, or None for a bare list. Its extra
+            keys (full cost tables) are for whoever builds costs from it.
+        origin: File path, or ``inline``, for messages.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    document: Mapping[str, Any] | None = field(default=None, compare=False)
+    origin: str = field(default="inline", compare=False)
+
+    def to_json_value(self) -> Any:
+        """Return the value that gives this curve again when read inline.
+
+        It is stored in the engine configuration in place of a path, so that no
+        other process or host has to read the file.
+        """
+        if self.document is not None:
+            return dict(self.document)
+        return [list(point) for point in self.points]
+
+
+def _curve_error(origin: str, value: Any, problem: str) -> DSparkCapacityConfigError:
+    name = "dspark_sps_curve"
+    if origin != "inline":
+        name += f" (file {origin})"
+    return bad_value(
+        name,
+        value,
+        allowed=(
+            '"auto", a JSON file, or [[tokens, steps_per_s], ...] with at least two '
+            "points, tokens strictly increasing integers >= 1 and finite rates > 0; "
+            f"{problem}"
+        ),
+        way_out='Correct the curve, or use "auto" to measure one at start',
+    )
+
+
+def _read_points(value: Any, origin: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        raise _curve_error(origin, value, "it is not a list of two or more points")
+    points: list[tuple[int, float]] = []
+    for i, point in enumerate(value):
+        if not isinstance(point, (list, tuple)) or len(point) != 2:
+            raise _curve_error(origin, point, f"point {i} is not a pair")
+        tokens, rate = point
+        if not is_int(tokens) or tokens < 1:
+            raise _curve_error(origin, point, f"point {i} has no token count >= 1")
+        try:
+            rate = read_number("rate", rate, low=0.0)
+        except DSparkCapacityConfigError:
+            rate = 0.0
+        # A denormal rate would make the step time infinite.
+        if rate <= 0.0 or math.isinf(1000.0 / rate):
+            raise _curve_error(origin, point, f"point {i} has no finite rate > 0")
+        if points and tokens <= points[-1][0]:
+            raise _curve_error(
+                origin, point, f"the tokens of point {i} do not exceed the last"
+            )
+        points.append((tokens, rate))
+    return tuple(points)
+
+
+def read_sps_curve(value: Any, origin: str = "inline") -> SpsCurveInput:
+    """Check a curve that is already decoded JSON.
+
+    Args:
+        value: ``[[tokens, steps_per_s], ...]`` or the versioned object
+            ``{"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve":
+            [...], ...}``.
+        origin: Where it came from, for messages.
+
+    Raises:
+        DSparkCapacityConfigError: Wrong shape, schema, version or point.
+    """
+    if not isinstance(value, Mapping):
+        return SpsCurveInput(_read_points(value, origin), None, origin)
+    schema, version = value.get("schema"), value.get("version")
+    if schema != CURVE_SCHEMA or not is_int(version) or version != CURVE_VERSION:
+        raise _curve_error(
+            origin,
+            {"schema": schema, "version": version},
+            f"an object must have schema {CURVE_SCHEMA!r} and version {CURVE_VERSION}",
+        )
+    points = _read_points(value.get("sps_curve"), origin)
+    return SpsCurveInput(points, dict(value), origin)
+
+
+def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
+    """Read a steps-per-second curve from a JSON file of at most 1 MiB.
+
+    Args:
+        path: Regular file; a leading ``~`` is expanded.
+
+    Raises:
+        DSparkCapacityConfigError: Missing, unreadable, not a regular file, too
+            large, not JSON, or not a valid curve.
+    """
+    shown = os.fspath(path)
+    full = os.path.expanduser(shown)
+    # Checked before opening: a pipe or device would block for ever.
+    if not os.path.isfile(full):
+        raise _curve_error("inline", shown, f"there is no file {shown!r}")
+    try:
+        with open(full, "rb") as f:
+            data = f.read(MAX_CURVE_FILE_BYTES + 1)
+    except OSError as e:
+        raise _curve_error(shown, shown, f"it cannot be read ({e.strerror})") from e
+    if len(data) > MAX_CURVE_FILE_BYTES:
+        raise _curve_error(
+            shown, shown, f"the file is larger than {MAX_CURVE_FILE_BYTES} bytes"
+        )
+    try:
+        value = json.loads(data)
+    # RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as e:
+        raise _curve_error(shown, shown, f"the file is not JSON ({e})") from e
+    return read_sps_curve(value, shown)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget of a step against a brute-force oracle over all budgets."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.plan_cases import (
+    DEPTHS,
+    MAX_NUM_REQS,
+    NO_CAP,
+    NO_DEADLINE,
+    RATE_TOLERANCE,
+    SEEDS,
+    K,
+    linear_costs,
+    make_inputs,
+    random_costs,
+    random_inputs,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs
+from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
+    fraction_budget,
+    plan_budget,
+    plan_depth,
+    plan_step,
+    threshold_budget,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+
+
+def oracle_rates(inputs, costs, depth):
+    """Rate of every budget, capped or not, with plain loops."""
+    slots = []
+    for row, drafts in zip(inputs.survival_probs, inputs.scheduled_drafts, strict=True):
+        slots += [float(row[k]) for k in range(drafts)]
+    slots.sort(reverse=True)
+    widths = {int(drafts) for drafts in inputs.scheduled_drafts}
+    num_reqs = len(inputs.scheduled_drafts)
+    rates = []
+    for budget in range(len(slots) + 1):
+        verify_ms = costs.verify_varlen_ms[inputs.num_non_draft_tokens + budget]
+        decode_only = inputs.num_non_draft_tokens == num_reqs
+        all_alike = len(widths) == 1 and widths <= set(costs.depths)
+        if budget == len(slots) and decode_only and all_alike:
+            verify_ms = costs.verify_uniform_ms[widths.pop()][num_reqs]
+        step_ms = costs.draft_ms[depth][num_reqs] + verify_ms + costs.overhead_ms
+        rates.append((inputs.num_sampling_reqs + math.fsum(slots[:budget])) / step_ms)
+    return rates
+
+
+@NO_DEADLINE
+@given(SEEDS, st.booleans(), st.sampled_from([np.float32, np.float64]))
+def test_budget_is_the_best_of_all_within_the_cap(seed, quantised, dtype):
+    rng = np.random.default_rng(seed)
+    costs, inputs = (
+        random_costs(rng),
+        random_inputs(rng, quantised=quantised, dtype=dtype),
+    )
+    plan = plan_budget(inputs, costs, margin=0.0)
+    rates = oracle_rates(inputs, costs, inputs.current_depth)
+    allowed = rates[: inputs.max_draft_budget + 1]
+    assert 0 <= plan.draft_budget < len(allowed)
+    assert plan.expected_tokens / plan.step_ms == pytest.approx(
+        max(allowed), rel=RATE_TOLERANCE
+    )
+    assert rates[plan.draft_budget] == pytest.approx(max(allowed), rel=RATE_TOLERANCE)
+
+
+@NO_DEADLINE
+@given(SEEDS, st.sampled_from([0.0, 0.02, 0.3]))
+def test_verify_all_is_left_only_for_more_than_the_margin(seed, margin):
+    rng = np.random.default_rng(seed)
+    costs, inputs = random_costs(rng), random_inputs(rng)
+    inputs = dataclasses.replace(inputs, max_draft_budget=NO_CAP)
+    plan = plan_budget(inputs, costs, margin=margin)
+    rates = oracle_rates(inputs, costs, inputs.current_depth)
+    gain = max(rates) / rates[-1] - 1.0
+    if abs(gain - margin) > 1e-9:
+        assert plan.verify_all == (gain <= margin)
+    assert plan.verify_all == (plan.draft_budget == len(rates) - 1)
+    fixed = plan.fixed_expected_tokens / plan.fixed_step_ms
+    assert fixed == pytest.approx(rates[-1], rel=RATE_TOLERANCE)
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_cap_is_hard_and_reported_exactly_when_it_binds(seed):
+    rng = np.random.default_rng(seed)
+    costs, inputs = random_costs(rng), random_inputs(rng)
+    plan = plan_budget(inputs, costs)
+    free = plan_budget(dataclasses.replace(inputs, max_draft_budget=NO_CAP), costs)
+    assert plan.draft_budget <= inputs.max_draft_budget
+    assert plan.capped == (free.draft_budget > inputs.max_draft_budget)
+    assert not free.capped
+
+
+def test_negative_cap_admits_nothing():
+    inputs = make_inputs(np.ones((2, K)), max_draft_budget=-5)
+    plan = plan_budget(inputs, linear_costs(0.0))
+    assert (plan.draft_budget, plan.capped) == (0, True)
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_flat_costs_verify_everything(seed):
+    inputs = random_inputs(np.random.default_rng(seed))
+    inputs = dataclasses.replace(inputs, max_draft_budget=NO_CAP)
+    assert plan_budget(inputs, linear_costs(0.0), margin=0.0).verify_all
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_steeper_costs_never_verify_more(seed):
+    inputs = random_inputs(np.random.default_rng(seed))
+    budgets = [
+        plan_budget(inputs, linear_costs(slope), margin=0.0).draft_budget
+        for slope in (0.0, 0.5, 1.0, 2.0, 5.0, 50.0)
+    ]
+    assert budgets == sorted(budgets, reverse=True)
+
+
+def test_steep_costs_verify_only_what_pays():
+    # 2 sampled tokens in 5 + 2 * 1 ms; a draft pays above 2 / 7.
+    survival = [[0.9, 0.5, 0.1, 0.0], [0.35, 0.2, 0.0, 0.0]]
+    plan = plan_budget(make_inputs(survival), linear_costs(1.0))
+    assert plan.draft_budget == 2
+    assert plan.expected_tokens == pytest.approx(2 + 0.9 + 0.5)
+    assert plan.step_ms == pytest.approx(5 + 2 + 2)
+
+
+def test_equal_rates_take_the_larger_budget():
+    costs = linear_costs(0.0)
+    varlen_ms = np.where(np.arange(len(costs.verify_varlen_ms)) <= 6, 5.0, 500.0)
+    costs = dataclasses.replace(
+        costs, verify_varlen_ms=varlen_ms, verify_uniform_ms=costs.verify_uniform_ms
+    )
+    # Past position 1 nothing survives, so budgets 2..4 tie (2 + 4 = 6 tokens).
+    inputs = make_inputs([[1.0, 0.0, 0.0, 0.0]] * 2, [4, 3])
+    assert plan_budget(inputs, costs).draft_budget == 4
+
+
+def test_uniform_graph_prices_equal_widths_without_prefill_only():
+    costs = StepCosts(
+        {d: np.zeros(3) for d in DEPTHS},
+        {d: np.full(3, 1.0) for d in DEPTHS},
+        np.full(60, 7.0),
+    )
+    survival = np.full((2, K), 0.5)
+
+    def fixed_ms(scheduled, **changes):
+        inputs = make_inputs(survival, scheduled, **changes)
+        return plan_budget(inputs, costs).fixed_step_ms
+
+    assert fixed_ms([K, K]) == fixed_ms([2, 2]) == fixed_ms([0, 0]) == 1.0
+    assert fixed_ms([K, K - 1]) == 7.0
+    assert fixed_ms([3, 3]) == 7.0, "no graph of a depth that is not enabled"
+    assert fixed_ms([K, K], num_non_draft_tokens=30) == 7.0
+
+
+def test_slots_beyond_the_scheduled_ones_are_never_counted():
+    survival = [[0.5, 0.4, 1.0, 1.0], [0.3, 1.0, 1.0, 1.0]]
+    plan = plan_budget(make_inputs(survival, [2, 1]), linear_costs(0.0))
+    assert plan.draft_budget == 3
+    assert plan.expected_tokens == pytest.approx(2 + 0.5 + 0.4 + 0.3)
+
+
+@pytest.mark.parametrize("scheduled", [[K, K, K], [K, K, 1]])
+def test_nan_row_counts_as_certain_and_is_reported(scheduled):
+    rows = [[0.5, 0.2, 0.1, 0.05], [0.4, math.nan, 0.1, 0.0], [0.3, 0.2, 0.1, 0.0]]
+    clean = np.array([rows[0], [1.0] * K, rows[2]])
+    plan = plan_budget(make_inputs(rows, scheduled), linear_costs(0.7))
+    expected = plan_budget(make_inputs(clean, scheduled), linear_costs(0.7))
+    assert plan.num_nan_rows == 1
+    assert dataclasses.replace(plan, num_nan_rows=0) == expected
+
+
+def test_nan_that_is_not_scheduled_does_not_count():
+    rows = [[math.nan, 0.2, 0.1, 0.0], [0.4, math.nan, 0.1, 0.0]]
+    plan = plan_budget(make_inputs(rows, [K, 1]), linear_costs(0.0))
+    assert plan.num_nan_rows == 1
+    assert plan.expected_tokens == pytest.approx(2 + K + 0.4)
+
+
+def test_survivals_out_of_range_are_clipped():
+    wild = make_inputs([[7.0, 0.5, -2.0, -math.inf], [math.inf, 0.1, 0.0, 0.0]])
+    tame = make_inputs([[1.0, 0.5, 0.0, 0.0], [1.0, 0.1, 0.0, 0.0]])
+    assert plan_budget(wild, linear_costs(0.7)) == plan_budget(tame, linear_costs(0.7))
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_inputs_are_left_as_they_were_and_row_order_is_irrelevant(seed):
+    rng = np.random.default_rng(seed)
+    costs, inputs = random_costs(rng), random_inputs(rng)
+    before = inputs.survival_probs.copy()
+    plan = plan_step(inputs, costs)
+    np.testing.assert_array_equal(inputs.survival_probs, before)
+    order = rng.permutation(len(before))
+    shuffled = dataclasses.replace(
+        inputs,
+        survival_probs=before[order],
+        scheduled_drafts=inputs.scheduled_drafts[order],
+    )
+    assert plan_step(shuffled, costs) == plan
+
+
+def test_empty_batch_has_an_empty_plan():
+    inputs = make_inputs(np.zeros((0, K)))
+    plan = plan_step(inputs, linear_costs(1.0, whole_step=True))
+    assert (plan.draft_budget, plan.draft_depth, plan.verify_all) == (0, K, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduled_drafts": np.array([K + 1, 0])}, "4.* scheduled drafts"),
+        ({"scheduled_drafts": np.array([-1, 0])}, "scheduled drafts"),
+        ({"scheduled_drafts": np.array([1])}, "survival_probs has shape"),
+        ({"num_non_draft_tokens": 10**4}, "num_target_tokens is 10008"),
+        ({"current_depth": 3}, "draft depth 3"),
+        ({"depths": (3, K)}, "draft depth 3"),
+        ({"depths": (0, 2)}, "current_depth 4 is not among the enabled"),
+        ({"next_survival": np.ones(2)}, "next_survival has shape"),
+        ({"num_sampling_reqs": 99}, "num_reqs is 99"),
+    ],
+)
+def test_bad_inputs_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_step(make_inputs(np.ones((2, K)), **changes), linear_costs(1.0))
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_step_plan_is_the_depth_then_the_budget_beside_it(seed):
+    rng = np.random.default_rng(seed)
+    costs, inputs = random_costs(rng), random_inputs(rng)
+    depth = plan_depth(inputs, costs).draft_depth
+    assert plan_step(inputs, costs) == plan_budget(inputs, costs, draft_depth=depth)
+
+
+def test_draft_pass_is_priced_at_the_depth_of_this_step():
+    inputs = make_inputs(np.full((2, K), 0.5))
+    costs = linear_costs(0.0, draft_ms=1.0)
+    shallow, deep = (plan_budget(inputs, costs, draft_depth=d) for d in (1, K))
+    assert (deep.step_ms - shallow.step_ms) == pytest.approx(2 * (K - 1))
+
+
+@NO_DEADLINE
+@given(SEEDS, st.sampled_from([0.0, 0.01, 0.1]))
+def test_knee_is_where_plans_start_to_differ_from_fixed(seed, margin):
+    rng = np.random.default_rng(seed)
+    costs = random_costs(rng)
+    prior = np.sort(rng.random(K))[::-1]
+
+    def differs(num_reqs):
+        inputs = make_inputs(np.tile(prior, (num_reqs, 1)), next_survival=prior)
+        depth_gain = plan_depth(inputs, costs, margin=margin).draft_depth != K
+        return depth_gain or not plan_budget(inputs, costs, margin=margin).verify_all
+
+    expected = next((r for r in range(1, 9) if differs(r)), MAX_NUM_REQS + 1)
+    assert knee_from_costs(costs, K, prior, margin) <= expected
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "frac", "scheduled", "expected"),
+    [
+        (10, 0.0, 99, 0),
+        (10, 1.0, 99, 40),
+        (10, 0.51, 99, 21),
+        (10, 0.5, 7, 7),
+        (25, 0.07, 99, 7),  # 25 * 4 * 0.07 is 7.000000000000001
+        (0, 0.5, 0, 0),
+    ],
+)
+def test_fraction_budget_is_the_ceiling_capped_by_what_is_scheduled(
+    num_reqs, frac, scheduled, expected
+):
+    assert fraction_budget(num_reqs, K, frac, scheduled) == expected
+
+
+@pytest.mark.parametrize("frac", [-0.1, 1.1, math.nan, math.inf])
+def test_bad_fraction_is_named(frac):
+    with pytest.raises(ValueError, match="dspark_budget_frac"):
+        fraction_budget(4, K, frac, 9)
+
+
+def test_threshold_counts_scheduled_survivals_that_reach_it():
+    survival = np.array([[0.9, 0.5, 0.5, 0.1], [0.5, 0.4, 0.9, 0.9]])
+    assert threshold_budget(survival, np.array([3, 2]), 0.5) == 4
+
+
+def test_threshold_compares_in_the_dtype_of_the_survivals():
+    assert float(np.float32(0.7)) < 0.7
+    survival = np.array([[0.7]], dtype=np.float32)
+    assert threshold_budget(survival, np.array([1]), 0.7) == 1
+
+
+def test_threshold_admits_unknown_survivals():
+    survival = np.array([[math.nan, 0.1]])
+    assert threshold_budget(survival, np.array([2]), 0.5) == 1
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.1, 1.1, math.nan])
+def test_bad_threshold_is_named(threshold):
+    with pytest.raises(ValueError, match="dspark_confidence_threshold"):
+        threshold_budget(np.ones((1, 1)), np.array([1]), threshold)

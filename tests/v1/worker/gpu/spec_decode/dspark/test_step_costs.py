@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost tables: what they accept, what they promise, and their file form."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
+    MIN_VERIFY_MS,
+    StepCosts,
+    check_sps_points,
+)
+
+# Timing says nothing here: machines that run tests are shared.
+NO_DEADLINE = settings(deadline=None)
+MS = st.floats(0.0, 1e6, allow_subnormal=True)
+
+
+def make_costs(**changes):
+    fields = {
+        "draft_ms": {2: [0.0, 1.0, 1.5], 0: [0.0, 0.1, 0.1]},
+        "verify_uniform_ms": {0: [1.0, 1.0, 2.0], 2: [1.0, 3.0, 4.0]},
+        "verify_varlen_ms": [1.0, 1.0, 2.0, 3.5, 3.5, 4.0, 5.0],
+        "overhead_ms": 0.25,
+    }
+    return StepCosts(**{**fields, **changes})
+
+
+@NO_DEADLINE
+@given(arrays(np.float64, st.integers(1, 40), elements=MS))
+def test_tables_become_the_running_maximum(values):
+    costs = make_costs(verify_varlen_ms=values)
+    expected = np.maximum.accumulate(np.maximum(values, MIN_VERIFY_MS))
+    np.testing.assert_array_equal(costs.verify_varlen_ms, expected)
+
+
+def test_tables_are_copies_that_cannot_be_written():
+    source = np.array([1.0, 2.0])
+    costs = make_costs(verify_varlen_ms=source)
+    source[0] = 9.0
+    assert costs.verify_varlen_ms[0] == 1.0
+    with pytest.raises(ValueError, match="read-only"):
+        costs.verify_varlen_ms[0] = 9.0
+    with pytest.raises(TypeError):
+        costs.draft_ms[2] = source
+
+
+def test_depths_are_ascending_and_bounds_follow_the_tables():
+    costs = make_costs()
+    assert costs.depths == (0, 2)
+    assert (costs.max_num_reqs, costs.max_num_tokens) == (2, 6)
+
+
+def test_fixed_step_adds_draft_verify_and_overhead():
+    assert make_costs().uniform_step_ms(2, 1) == 1.0 + 3.0 + 0.25
+
+
+def test_sps_curve_is_the_deepest_fixed_path_in_target_tokens():
+    expected = ((3, 1000 / 4.25), (6, 1000 / 5.75))
+    assert make_costs().sps_curve() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_ms": {}}, "same depths"),
+        ({"draft_ms": {2: [0.0, 1.0, 1.5]}}, "same depths"),
+        ({"verify_uniform_ms": {0: [1.0, 1.0, 2.0], 2: [1.0]}}, r"uniform_ms\[2\]"),
+        ({"verify_varlen_ms": []}, "verify_varlen_ms has shape"),
+        ({"verify_varlen_ms": [1.0, math.nan]}, "verify_varlen_ms must be finite"),
+        ({"verify_varlen_ms": [1.0, math.inf]}, "verify_varlen_ms must be finite"),
+        ({"verify_varlen_ms": [1.0, -1.0]}, "verify_varlen_ms must be finite"),
+        ({"overhead_ms": -1.0}, "dspark_sps_overhead_ms"),
+        ({"overhead_ms": math.nan}, "dspark_sps_overhead_ms"),
+    ],
+)
+def test_bad_tables_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_costs(**changes)
+
+
+def assert_equal(left, right):
+    assert left.depths == right.depths
+    for depth in left.depths:
+        np.testing.assert_array_equal(left.draft_ms[depth], right.draft_ms[depth])
+        np.testing.assert_array_equal(
+            left.verify_uniform_ms[depth], right.verify_uniform_ms[depth]
+        )
+    np.testing.assert_array_equal(left.verify_varlen_ms, right.verify_varlen_ms)
+    for name in ("overhead_ms", "whole_step", "num_stalled_samples"):
+        assert getattr(left, name) == getattr(right, name)
+
+
+@NO_DEADLINE
+@given(
+    arrays(np.float64, 9, elements=MS),
+    st.floats(0.0, 1e3),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_json_round_trip_is_exact(values, overhead_ms, whole_step, num_stalled):
+    costs = make_costs(
+        draft_ms={0: values[:3], 2: values[3:6]},
+        verify_varlen_ms=values,
+        overhead_ms=overhead_ms,
+        whole_step=whole_step,
+        num_stalled_samples=num_stalled,
+    )
+    text = json.dumps({**costs.to_json(), "host": "extra keys are allowed"})
+    assert_equal(StepCosts.from_json(json.loads(text)), costs)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("schema", "other", "schema, version"),
+        ("version", 2, "schema, version"),
+        ("draft_ms", None, "damaged"),
+        ("draft_ms", {"x": [1.0]}, "invalid literal"),
+        ("overhead_ms", None, "damaged"),
+        ("verify_varlen_ms", [], "verify_varlen_ms has shape"),
+    ],
+)
+def test_bad_files_are_refused(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        StepCosts.from_json({**make_costs().to_json(), key: value})
+
+
+def test_file_without_a_table_is_refused_by_name():
+    data = make_costs().to_json()
+    del data["verify_varlen_ms"]
+    with pytest.raises(ValueError, match="verify_varlen_ms.*profile again"):
+        StepCosts.from_json(data)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [[6, 200.0, 1.0]],
+        [[0, 200.0]],
+        [[6.5, 200.0]],
+        [[6, 0.0]],
+        [[6, -1.0]],
+        [[6, math.nan]],
+        [[6, math.inf]],
+        [[math.nan, 200.0]],
+        [[math.inf, 200.0]],
+        [[12, 80.0], [6, 200.0]],
+        [[6, 200.0], [6, 80.0]],
+    ],
+)
+def test_bad_curve_points_are_refused(points):
+    with pytest.raises(ValueError, match="dspark_sps_curve"):
+        check_sps_points(points)
+
+
+def test_curve_points_become_milliseconds():
+    assert check_sps_points([[6, 200.0], [12, 80.0]]) == [(6, 5.0), (12, 12.5)]

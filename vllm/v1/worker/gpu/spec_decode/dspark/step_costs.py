@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step cost tables: what one step costs at a depth, batch size and token count.
+
+Everything is stored in milliseconds, because draft and verify times add and
+rates do not; steps per second are derived for display and the knee search only.
+Standard library and NumPy only. Built by :mod:`.sps_curve`, read by
+:mod:`.planner`.
+
+Invariants (pinned by tests/.../dspark/test_step_costs.py):
+  * Every table is finite, never falls with size and cannot be written to.
+  * ``StepCosts.from_json(json.loads(json.dumps(costs.to_json())))`` is exact.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+SCHEMA = "vllm-dspark-sps-curve"
+VERSION = 1
+# Keeps rates finite when a clock with coarse ticks reports 0 ms.
+MIN_VERIFY_MS = 1e-6
+Points = list[tuple[int, float]]
+REPROFILE = "profile again with benchmarks/profile_dspark_sps_curve.py"
+
+
+def _table(name: str, values: Any, num_entries: int | None, floor: float) -> np.ndarray:
+    """Check and freeze one table: float64, finite, running maximum, read-only."""
+    table = np.array(values, dtype=np.float64)
+    if table.ndim != 1 or not len(table) or num_entries not in (None, len(table)):
+        raise ValueError(
+            f"{name} has shape {table.shape}, expected "
+            f"({num_entries or 'at least 1'},); {REPROFILE}."
+        )
+    if not np.isfinite(table).all() or table.min() < 0.0:
+        raise ValueError(f"{name} must be finite and >= 0 ms; {REPROFILE}.")
+    table = np.maximum.accumulate(np.maximum(table, floor))
+    table.flags.writeable = False
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class StepCosts:
+    """Step cost tables in milliseconds, read-only and never falling with size.
+
+    A step costs ``draft_ms[d][R] + verify + overhead_ms`` where verify is
+    ``verify_uniform_ms[d][R]`` if every request is ``d + 1`` tokens wide, else
+    ``verify_varlen_ms[num_target_tokens]``.
+
+    Attributes:
+        draft_ms: Per enabled depth (ascending), float64 [max_num_reqs + 1]. Depth 0
+            holds the upkeep of the drafter's context K/V only.
+        verify_uniform_ms: Per enabled depth, float64 [max_num_reqs + 1]. Depth 0 is
+            plain decoding, one token per request.
+        verify_varlen_ms: float64 [max_num_tokens + 1], by target tokens.
+        overhead_ms: Fixed cost of every step, >= 0.
+        whole_step: The tables come from a curve of whole steps: the draft time is
+            inside the verify tables, so they cannot tell depths apart.
+        num_stalled_samples: Samples that were rejected as stalled.
+
+    Raises:
+        ValueError: tables that are missing, of unequal length, negative, not finite.
+    """
+
+    draft_ms: Mapping[int, np.ndarray]
+    verify_uniform_ms: Mapping[int, np.ndarray]
+    verify_varlen_ms: np.ndarray
+    overhead_ms: float = 0.0
+    whole_step: bool = False
+    num_stalled_samples: int = 0
+
+    def __post_init__(self) -> None:
+        """Check, make monotone and freeze every table."""
+        depths = sorted(self.draft_ms)
+        if not depths or depths[0] < 0 or depths != sorted(self.verify_uniform_ms):
+            raise ValueError(
+                f"draft_ms has depths {depths} and verify_uniform_ms "
+                f"{sorted(self.verify_uniform_ms)}; both need the same depths, at "
+                f"least one, all >= 0; {REPROFILE}."
+            )
+        if not (math.isfinite(self.overhead_ms) and self.overhead_ms >= 0.0):
+            raise ValueError(
+                f"overhead_ms is {self.overhead_ms}; it must be finite and >= 0 "
+                "(key dspark_sps_overhead_ms of --speculative-config)."
+            )
+        size = len(self.draft_ms[depths[0]])
+        for attr, floor in (("draft_ms", 0.0), ("verify_uniform_ms", MIN_VERIFY_MS)):
+            tables = {
+                d: _table(f"{attr}[{d}]", getattr(self, attr)[d], size, floor)
+                for d in depths
+            }
+            object.__setattr__(self, attr, MappingProxyType(tables))
+        varlen = _table("verify_varlen_ms", self.verify_varlen_ms, None, MIN_VERIFY_MS)
+        object.__setattr__(self, "verify_varlen_ms", varlen)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Enabled draft depths, ascending."""
+        return tuple(self.draft_ms)
+
+    @property
+    def max_num_reqs(self) -> int:
+        """Largest request count the tables cover."""
+        return len(self.draft_ms[self.depths[0]]) - 1
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Largest target token count the tables cover."""
+        return len(self.verify_varlen_ms) - 1
+
+    def uniform_step_ms(self, depth: int, num_reqs: int) -> float:
+        """Whole-step time of the fixed path at ``depth``, milliseconds."""
+        verify = self.verify_uniform_ms[depth][num_reqs]
+        return float(self.draft_ms[depth][num_reqs] + verify + self.overhead_ms)
+
+    def sps_curve(self, depth: int | None = None) -> tuple[tuple[int, float], ...]:
+        """Steps per second of the fixed path, for display and :func:`find_knee`.
+
+        Args:
+            depth: Enabled depth; None for the deepest.
+
+        Returns:
+            ``(target tokens, steps/s)`` at request counts 1, 2, 4, ... and the largest.
+        """
+        depth = self.depths[-1] if depth is None else depth
+        sizes = [1 << i for i in range(self.max_num_reqs.bit_length())]
+        return tuple(
+            (r * (depth + 1), 1000.0 / self.uniform_step_ms(depth, r))
+            for r in sorted({*sizes, self.max_num_reqs} - {0})
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready form; extra top-level keys may be added by the caller."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "sps_curve": [list(point) for point in self.sps_curve()],
+            "draft_ms": {str(d): t.tolist() for d, t in self.draft_ms.items()},
+            "verify_uniform_ms": {
+                str(d): t.tolist() for d, t in self.verify_uniform_ms.items()
+            },
+            "verify_varlen_ms": self.verify_varlen_ms.tolist(),
+            "overhead_ms": self.overhead_ms,
+            "whole_step": self.whole_step,
+            "num_stalled_samples": self.num_stalled_samples,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "StepCosts":
+        """Rebuild from :meth:`to_json`; ``sps_curve`` and unknown keys are ignored.
+
+        Raises:
+            ValueError: another schema or version, a missing key, a bad table.
+        """
+        found = (data.get("schema"), data.get("version"))
+        if found != (SCHEMA, VERSION):
+            raise ValueError(
+                f"cost file has schema, version = {found}, expected "
+                f"{(SCHEMA, VERSION)}; {REPROFILE}."
+            )
+        try:
+            return cls(
+                draft_ms={int(d): t for d, t in data["draft_ms"].items()},
+                verify_uniform_ms={
+                    int(d): t for d, t in data["verify_uniform_ms"].items()
+                },
+                verify_varlen_ms=data["verify_varlen_ms"],
+                overhead_ms=float(data["overhead_ms"]),
+                whole_step=bool(data["whole_step"]),
+                num_stalled_samples=int(data["num_stalled_samples"]),
+            )
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"cost file is damaged ({error!r}); {REPROFILE}.") from (
+                error
+            )
+
+
+def check_sps_points(points: Sequence[Sequence[float]]) -> Points:
+    """Check a steps-per-second curve and return it in milliseconds.
+
+    Raises:
+        ValueError: no points, token counts not rising integers > 0, rates not > 0.
+    """
+    checked: Points = []
+    for point in points:
+        tokens, rate = point if len(point) == 2 else (math.nan, math.nan)
+        rising = tokens > (checked[-1][0] if checked else 0)
+        if not (rising and tokens % 1 == 0 and 0.0 < rate < math.inf):
+            raise ValueError(
+                f"dspark_sps_curve has the point {list(point)} after {checked[-1:]}; "
+                "points are [tokens, steps_per_s] with rising integer tokens > 0 and "
+                "finite rates > 0."
+            )
+        checked.append((int(tokens), 1000.0 / rate))
+    if not checked:
+        raise ValueError(
+            'dspark_sps_curve is empty; give points, "auto" or null (feature off).'
+        )
+    return checked

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two views of the draft confidences, against a model that uses plain loops."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.capacity_cases import DEVICE
+from vllm.v1.worker.gpu.spec_decode.dspark import confidence_mirror as module
+from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import (
+    PRIOR_CONFIDENCE,
+    PRIOR_DECAY,
+    PRIOR_WEIGHT,
+    ConfidenceMirror,
+)
+
+S, K = 4, 3  # request slots, logical depth
+ALL = list(range(S))
+CONFIDENCES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
+START_PRIOR = [PRIOR_CONFIDENCE ** (k + 1) for k in range(K)]
+
+
+def make_mirror():
+    return ConfidenceMirror(S, K, DEVICE)
+
+
+def publish(mirror, rows, slots=ALL, depth=K):
+    """Publish ``rows`` (or one value for all) for ``slots``, padded as the runner's."""
+    probs = torch.full((S + 2, K), -1.0, device=DEVICE)
+    probs[: len(slots)] = torch.as_tensor(rows, dtype=torch.float32, device=DEVICE)
+    where = torch.as_tensor(slots, dtype=torch.int64, device=DEVICE)
+    mirror.publish(probs, where, np.asarray(slots), depth)
+
+
+def seen(mirror, slots=ALL):
+    return mirror.survival_probs(np.asarray(slots))
+
+
+def test_host_sees_a_round_only_once_the_next_is_published():
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror), [START_PRIOR] * S, rtol=1e-6)
+    publish(mirror, 0.25)
+    mirror.land()
+    # The round in hand is 0.25; what is read is the one before.
+    np.testing.assert_allclose(seen(mirror), [[0.5, 0.25, 0.125]] * S)
+    assert torch.equal(mirror.probs, torch.full_like(mirror.probs, 0.25))
+
+
+def test_request_that_a_step_left_out_keeps_its_drafts_unseen():
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    for value in (0.25, 0.125, 0.75):
+        publish(mirror, value, slots=[0, 2])
+        mirror.land()
+        # Its drafts of the first round are still in hand.
+        np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
+    np.testing.assert_allclose(seen(mirror)[0], np.cumprod([0.125] * K))
+    publish(mirror, 1.0, slots=[1])
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[1], np.cumprod([0.5] * K))
+
+
+def test_publishing_alone_shows_the_host_nothing_new():
+    mirror = make_mirror()
+    for value in (0.5, 0.25):
+        publish(mirror, value)
+    before = seen(mirror).copy()
+    mirror.land()
+    assert not np.array_equal(seen(mirror), before), "premise: a round was ready"
+    np.testing.assert_allclose(before, [START_PRIOR] * S, rtol=1e-6)
+
+
+def test_ring_that_is_full_lands_by_itself():
+    mirror = make_mirror()
+    for value in (0.5, 0.25, 0.75, 1.0, 0.125):
+        publish(mirror, value)
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[0], np.cumprod([1.0] * K))
+
+
+def test_row_that_no_draft_wrote_is_zero_on_both_sides():
+    mirror = make_mirror()
+    publish(mirror, 0.5, slots=[2])
+    publish(mirror, 0.5, slots=[2])
+    mirror.land()
+    for slot in (0, 1, 3):
+        assert not seen(mirror)[slot].any()
+        assert not mirror.probs[slot].any()
+    assert seen(mirror)[2].all()
+
+
+def test_reset_slot_is_zero_on_both_sides_while_publishing():
+    mirror = make_mirror()
+    for _ in range(2):
+        publish(mirror, 0.5)
+    mirror.land()
+    mirror.reset_slot(1, publishing=True)
+    assert not mirror.probs[1].any() and not seen(mirror)[1].any()
+    assert mirror.probs[0].all() and seen(mirror)[0].all()
+    assert mirror.all_fresh(np.asarray(ALL)), "a zero row is known to be zero"
+
+
+def test_rows_drafted_while_publishing_was_off_are_not_fresh():
+    mirror = make_mirror()
+    assert not mirror.all_fresh(np.asarray([0]))
+    mirror.restart()
+    publish(mirror, 0.5, slots=[0, 1])
+    assert mirror.all_fresh(np.asarray([0, 1]))
+    assert not mirror.all_fresh(np.asarray([0, 2]))
+    mirror.restart()
+    assert not mirror.all_fresh(np.asarray([0]))
+    mirror.reset_slot(3, publishing=False)
+    assert not mirror.all_fresh(np.asarray([3]))
+
+
+def test_copy_that_lands_after_its_slot_was_given_away_is_dropped():
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    mirror.reset_slot(1, publishing=True)
+    publish(mirror, 0.25)
+    mirror.land()
+    # The new owner has one round, which is in hand; the round before is not its own.
+    np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
+    np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
+
+
+def test_restart_forgets_rows_that_were_held():
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    publish(mirror, 0.5, slots=[0])
+    mirror.land()  # the other slots' rows are held
+    mirror.restart()
+    prior = mirror.prior.copy()
+    publish(mirror, 0.25)
+    mirror.land()
+    np.testing.assert_array_equal(seen(mirror)[1], prior)
+
+
+def test_positions_beyond_the_depth_carry_the_prior_not_leftovers():
+    mirror = make_mirror()
+    publish(mirror, 0.5, depth=K)
+    publish(mirror, [[0.5, 0.9, 0.9]] * S, depth=1)
+    publish(mirror, 0.5, depth=K)
+    mirror.land()
+    first, second, third = seen(mirror)[0]
+    assert first == 0.5
+    # Position 1 learned from one deep round of 0.5; position 0.9 was never drafted.
+    learned = (PRIOR_WEIGHT * PRIOR_CONFIDENCE * PRIOR_DECAY + 0.5 * 0.5) / (
+        PRIOR_WEIGHT * PRIOR_DECAY + 0.5
+    )
+    assert second / first == pytest.approx(learned, rel=1e-5)
+    assert third / second != pytest.approx(0.9, abs=0.05)
+
+
+def test_prior_follows_what_landed_and_weighs_by_reach():
+    mirror = make_mirror()
+    for _ in range(1000):
+        publish(mirror, [[0.9, 0.1, 0.0]] * S)
+        mirror.land()
+    np.testing.assert_allclose(mirror.prior, [0.9, 0.09, 0.0], atol=2e-3)
+    # Positions that are never reached keep what was assumed.
+    mirror = make_mirror()
+    for _ in range(1000):
+        publish(mirror, [[0.0, 0.1, 0.1]] * S)
+        mirror.land()
+    assert mirror._prior_confidence[1] == pytest.approx(PRIOR_CONFIDENCE, abs=1e-3)
+
+
+def test_nan_counts_as_certain_and_is_reported(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        module.logger, "warning_once", lambda text, *_: warnings.append(text)
+    )
+    mirror = make_mirror()
+    publish(mirror, [[float("nan"), 0.5, 0.5]] + [[0.5] * K] * (S - 1))
+    publish(mirror, 0.5)
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[0], [1.0, 0.5, 0.25])
+    assert mirror.num_nan_rows == 1
+    assert "confidence_head" in warnings[0]
+
+
+def test_nan_beyond_the_depth_is_nobodys(monkeypatch):
+    monkeypatch.setattr(module.logger, "warning_once", pytest.fail)
+    mirror = make_mirror()
+    publish(mirror, [[0.5, float("nan"), float("nan")]] * S, depth=1)
+    publish(mirror, 0.5)
+    mirror.land()
+    assert np.isfinite(seen(mirror)).all()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts placeholders of CUDA events")
+def test_landing_waits_on_events_and_never_polls(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, **options):
+            assert options == {"blocking": True}, "a waiting host must not spin"
+
+        def record(self):
+            log.append(("record", self))
+
+        def synchronize(self):
+            log.append(("wait", self))
+
+    class Stream:
+        def wait_event(self, event):
+            log.append(("stream waits", event))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    mirror = make_mirror()
+    monkeypatch.setattr(mirror._copy_stream, "wait_stream", lambda s: None)
+    publish(mirror, 0.5)
+    mirror.land()
+    ((_, first),) = log
+    publish(mirror, 0.5)
+    # Overwriting the confidences waits, on the device, for the copy that reads them.
+    assert log[1] == ("stream waits", first)
+    mirror.land()
+    assert log[3:] == [("wait", first)]
+
+
+class Model:
+    """The same behaviour in loops over slots and positions, without buffers."""
+
+    def __init__(self):
+        self.probs = [[0.0] * K for _ in range(S)]
+        self.survival = [[0.0] * K for _ in range(S)]
+        self.fresh, self.drafted = [False] * S, [False] * S
+        self.owner = [0] * S
+        self.weight = [PRIOR_WEIGHT] * K
+        self.total = [PRIOR_WEIGHT * PRIOR_CONFIDENCE] * K
+        self.rounds, self.held = [], []
+        self.last_round, self.num_rounds = [0] * S, 0
+
+    def prior(self):
+        result, product = [], 1.0
+        for weight, total in zip(self.weight, self.total, strict=True):
+            product *= total / weight
+            result.append(product)
+        return result
+
+    def publish(self, rows, slots, depth):
+        if len(self.rounds) == 3:
+            self.land()
+        self.num_rounds += 1
+        for row, slot in zip(rows, slots, strict=True):
+            self.probs[slot], self.fresh[slot] = list(row), True
+            self.last_round[slot] = self.num_rounds
+            if not self.drafted[slot]:
+                self.survival[slot], self.drafted[slot] = self.prior(), True
+        drafts = [(row, s, self.owner[s]) for row, s in zip(rows, slots, strict=True)]
+        self.rounds.append([self.num_rounds, drafts, len(drafts), depth])
+
+    def land(self):
+        while len(self.rounds) > 1:
+            self.held.append(self.rounds.pop(0))
+        for held in self.held:
+            number, drafts, size, depth = held
+            waiting = [
+                (row, slot, owner)
+                for row, slot, owner in drafts
+                if self.owner[slot] == owner and self.last_round[slot] == number
+            ]
+            self.take([d for d in drafts if d not in waiting], size, depth)
+            held[1] = waiting
+
+    def take(self, drafts, size, depth):
+        # Beyond the depth stands the prior as it was before these rows.
+        beyond = [t / w for w, t in zip(self.weight, self.total, strict=True)]
+        decay = PRIOR_DECAY ** (len(drafts) / size)
+        sums = [[0.0, 0.0] for _ in range(K)]
+        for row, slot, owner in drafts:
+            product, survival = 1.0, []
+            for k in range(K):
+                confidence = row[k] if k < depth else beyond[k]
+                if k < depth:
+                    sums[k][0] += product
+                    sums[k][1] += product * confidence
+                product *= confidence
+                survival.append(product)
+            if self.owner[slot] == owner:
+                self.survival[slot] = survival
+        for k in range(depth):
+            self.weight[k] = decay * self.weight[k] + sums[k][0] / size
+            self.total[k] = decay * self.total[k] + sums[k][1] / size
+
+    def reset_slot(self, slot, *, publishing):
+        self.owner[slot] += 1
+        self.drafted[slot], self.fresh[slot] = False, publishing
+        self.survival[slot] = [0.0] * K
+        if publishing:
+            self.probs[slot] = [0.0] * K
+
+    def restart(self):
+        self.rounds.clear()
+        self.held.clear()
+        self.fresh, self.drafted = [False] * S, [True] * S
+        self.survival = [self.prior() for _ in range(S)]
+
+
+ROUNDS = st.lists(st.sampled_from(ALL), min_size=1, unique=True).flatmap(
+    lambda slots: st.tuples(
+        st.just("publish"),
+        st.lists(
+            st.lists(CONFIDENCES, min_size=K, max_size=K),
+            min_size=len(slots),
+            max_size=len(slots),
+        ),
+        st.just(slots),
+        st.integers(1, K),
+    )
+)
+STEPS = st.one_of(
+    ROUNDS,
+    st.tuples(st.just("land")),
+    st.tuples(st.just("reset"), st.sampled_from(ALL), st.booleans()),
+    st.tuples(st.just("restart")),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=st.lists(STEPS, max_size=25))
+def test_any_sequence_of_steps_agrees_with_the_model(steps):
+    mirror, model = make_mirror(), Model()
+    for kind, *args in steps:
+        if kind == "publish":
+            publish(mirror, *args)
+            model.publish(*args)
+        elif kind == "land":
+            mirror.land()
+            model.land()
+        elif kind == "restart":
+            mirror.restart()
+            model.restart()
+        else:
+            mirror.reset_slot(args[0], publishing=args[1])
+            model.reset_slot(args[0], publishing=args[1])
+        np.testing.assert_allclose(seen(mirror), model.survival, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(mirror.prior, model.prior(), rtol=1e-4)
+        np.testing.assert_array_equal(mirror.probs.cpu(), np.float32(model.probs))
+        for slot in ALL:
+            assert mirror.all_fresh(np.asarray([slot])) == model.fresh[slot]

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DSpark speculator that really drafts d <= K positions.
+
+At depth d the draft pass has d query rows, d Markov steps and d vocabulary
+projections per request, on a FULL graph captured for that depth. The logical width
+stays K: buffers keep K columns, and columns beyond d hold valid token ids that
+nothing schedules.
+
+Invariants (pinned by tests/.../dspark/test_depth_speculator.py and the engine runs
+in tests/v1/worker/gpu/test_dspark_depth.py):
+  * Outside ``at_depth`` every attribute has its value for K.
+  * A graph captured for depth d is replayed at depth d only: descriptors of
+    different depths differ in ``uniform_token_count``.
+  * Depth 0 keeps the context K/V of accepted tokens up to date.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CreateForwardFn,
+    CudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+logger = init_logger(__name__)
+
+
+# vLLM 0.32 always runs the query pass; 0.33 can store the context K/V alone.
+SKIPS_QUERY_PASS = hasattr(DSparkSpeculator, "_store_hidden_states")
+
+
+class _CaptureAtDepth(CudaGraphManager):
+    """Runs every captured forward at the depth of its descriptor."""
+
+    at_query_len: Callable[[int], contextlib.AbstractContextManager[None]]
+
+    def capture(
+        self, create_forward_fn: CreateForwardFn, *args: Any, **kwargs: Any
+    ) -> None:
+        """Capture with the speculator switched to each descriptor's depth."""
+
+        def create_at_depth(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> Callable[[CUDAGraphMode], None]:
+            query_len = desc.uniform_token_count or self.decode_query_len
+            with self.at_query_len(query_len):
+                forward = create_forward_fn(desc, warmup=warmup)
+
+            def forward_at_depth(cg_mode: CUDAGraphMode) -> None:
+                with self.at_query_len(query_len):
+                    forward(cg_mode)
+
+            return forward_at_depth
+
+        super().capture(create_at_depth, *args, **kwargs)
+
+
+class DepthCudaGraphManager(DFlashCudaGraphManager, _CaptureAtDepth):
+    """One drafter graph manager for every enabled depth.
+
+    One object, because upstream's memory profiling finds managers as attributes of
+    the speculator and drops their graphs. ``_CaptureAtDepth`` sits between upstream's
+    two classes, where the factory of forwards passes from one to the other.
+
+    Args:
+        query_lens: Query rows per request of each enabled depth, ascending.
+        at_query_len: Context that switches the speculator to such a depth.
+        args: See ``CudaGraphManager``.
+        kwargs: See ``CudaGraphManager``.
+    """
+
+    def __init__(
+        self,
+        query_lens: tuple[int, ...],
+        at_query_len: Callable[[int], contextlib.AbstractContextManager[None]],
+        *args: Any,
+        **kwargs: Any,
+    ):
+        self._query_lens = query_lens
+        self.at_query_len = at_query_len
+        super().__init__(*args, **kwargs)
+
+    def _init_candidates(self) -> None:
+        config, full_len = self.compilation_config, self.decode_query_len
+        sizes = config.cudagraph_capture_sizes
+        candidates: dict[tuple[int, int], list[Any]] = {}
+        descs: dict[CUDAGraphMode, list[Any]] = {}
+        try:
+            # Deepest first: at equal token counts it has the fewest requests.
+            for query_len in reversed(self._query_lens):
+                self.decode_query_len = query_len
+                if query_len != full_len:
+                    config.cudagraph_capture_sizes = self._sizes_of(query_len, sizes)
+                self._candidates, self._capture_descs = {}, {}
+                super()._init_candidates()
+                for key, found in self._candidates.items():
+                    candidates.setdefault(key, []).extend(found)
+                for mode, found in self._capture_descs.items():
+                    descs.setdefault(mode, []).extend(found)
+        finally:
+            self.decode_query_len = full_len
+            config.cudagraph_capture_sizes = sizes
+        self._candidates = candidates
+        self._capture_descs = {
+            mode: sorted(dict.fromkeys(d), key=lambda x: x.num_tokens, reverse=True)
+            for mode, d in descs.items()
+        }
+
+    def _sizes_of(self, query_len: int, sizes: list[int] | None) -> list[int]:
+        """Add the largest batch of one width to the token counts to capture.
+
+        Upstream rounds each count up to whole requests and drops what then exceeds
+        max_num_seqs, so without it the fullest batches may have no graph.
+        """
+        most = max(sizes or (), default=0) // query_len
+        largest = min(self.max_num_reqs, most) * query_len
+        return sorted({*(sizes or ()), largest} - {0})
+
+
+def _draft_depths(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Return the enabled depths; K alone for an engine without capacity."""
+    config = vllm_config.speculative_config
+    num_steps = config.num_speculative_tokens
+    if not getattr(config, "capacity_enabled", False):
+        return (num_steps,)
+    return config.capacity_config.resolve_depths(num_steps)
+
+
+def _inverse_temperature(
+    vllm_config: VllmConfig, device: torch.device
+) -> torch.Tensor | None:
+    """Return 1 / T per position for the captured graphs; None where T is 1."""
+    config = vllm_config.speculative_config
+    if not getattr(config, "capacity_enabled", False):
+        return None
+    temperature = config.capacity_config.dspark_confidence_temperature
+    if temperature == 1.0:
+        return None
+    return torch.full(
+        (config.num_speculative_tokens,),
+        1.0 / temperature,
+        dtype=torch.float32,
+        device=device,
+    )
+
+
+class DepthDSparkSpeculator(DSparkSpeculator):
+    """DSpark speculator with a physical depth per step.
+
+    Lifecycle: as its base; per step ``propose`` runs at the depth that the
+    scheduler asked for.
+
+    Args:
+        vllm_config: Config whose ``speculative_config`` has capacity keys.
+        device: Device of the drafter.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        full = self.num_speculative_steps
+        self.draft_depths = _draft_depths(vllm_config)
+        self._inverse_temperature = _inverse_temperature(vllm_config, device)
+        # Depth of dummy runs, which carry no depth of their own (cost profiling).
+        self.dummy_depth = full
+        # The fill-in layout has one bonus row per request besides the drafts.
+        self._extra_query_rows = self.num_query_per_req - full
+        self._full_confidence = self.draft_token_confidence_probs
+        self._full_sample_col = self.sample_col
+        self._rows_of_depth = {
+            depth: torch.arange(self.max_num_reqs, dtype=torch.int64, device=device)
+            * self.query_len(depth)
+            for depth in self.draft_depths
+        }
+        self._sample_col_of_depth = {
+            depth: torch.arange(depth, dtype=torch.int32, device=device).repeat(
+                self.max_num_reqs
+            )
+            for depth in self.draft_depths
+        }
+
+    def query_len(self, depth: int) -> int:
+        """Return the query rows per request of a draft pass at ``depth``."""
+        return depth + self._extra_query_rows
+
+    @contextlib.contextmanager
+    def at_depth(self, depth: int) -> Iterator[None]:
+        """Run the base class's code at another depth.
+
+        Every buffer whose layout follows the depth is swapped for a view or table
+        of that depth at the same storage, so captured addresses stay valid.
+
+        Args:
+            depth: Enabled depth, >= 1.
+        """
+        full = self.num_speculative_steps
+        if depth == full:
+            yield
+            return
+        anchor_idx = self._anchor_idx
+        self.num_speculative_steps = depth
+        self.num_query_per_req = self.query_len(depth)
+        self._anchor_idx = self._rows_of_depth[depth]
+        self.sample_col = self._sample_col_of_depth[depth]
+        self.draft_token_confidence_probs = self._full_confidence[:, :depth]
+        try:
+            yield
+        finally:
+            self.num_speculative_steps = full
+            self.num_query_per_req = self.query_len(full)
+            self._anchor_idx = anchor_idx
+            self.sample_col = self._full_sample_col
+            self.draft_token_confidence_probs = self._full_confidence
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Create one graph manager that holds the graphs of every enabled depth."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        base = self.query_cudagraph_manager
+        assert base is not None
+        self.query_cudagraph_manager = DepthCudaGraphManager(
+            tuple(self.query_len(d) for d in self.draft_depths if d > 0),
+            lambda query_len: self.at_depth(query_len - self._extra_query_rows),
+            self.vllm_config,
+            self.device,
+            base.cudagraph_mode,
+            decode_query_len=self.num_query_per_req,
+        )
+
+    def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        """Draft left to right, then apply the confidence temperature, in the graph."""
+        super()._sample_sequential(num_reqs, head_hidden)
+        if self._inverse_temperature is None or not self.use_confidence_head:
+            return
+        probs = self.draft_token_confidence_probs[:num_reqs]
+        # The head returns sigmoid(logit), and c = sigmoid(logit / T) is wanted. The
+        # epsilon keeps a saturated confidence finite.
+        logits = torch.logit(probs, eps=1e-6)
+        probs.copy_(torch.sigmoid(logits * self._inverse_temperature[: probs.shape[1]]))
+
+    def captured_num_reqs(self, depth: int) -> list[int]:
+        """Return the request counts with a captured draft graph of one depth, sorted.
+
+        Args:
+            depth: Enabled draft depth; 0 has no draft pass.
+        """
+        manager, width = self.query_cudagraph_manager, self.query_len(depth)
+        if depth == 0 or manager is None:
+            return []
+        return sorted(
+            {
+                d.num_reqs
+                for d in manager.graphs
+                if d.uniform_token_count == width and d.num_reqs is not None
+            }
+        )
+
+    def propose(
+        self,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft at the depth asked for.
+
+        Args:
+            args: See ``DFlashSpeculator.propose``.
+            dummy_run: Whether no real request is served.
+            num_speculative_tokens: Depth d; None is K, or ``dummy_depth`` in dummy
+                runs.
+            kwargs: See ``DFlashSpeculator.propose``.
+
+        Returns:
+            Shape [R, K], int64; columns beyond d hold valid ids of older drafts.
+        """
+        depth = num_speculative_tokens
+        if depth is None:
+            depth = self.dummy_depth if dummy_run else self.num_speculative_steps
+        if depth == 0 and not SKIPS_QUERY_PASS:
+            depth = min(d for d in self.draft_depths if d > 0)
+        with self.at_depth(depth or self.num_speculative_steps):
+            return super().propose(
+                *args,
+                dummy_run=dummy_run,
+                num_speculative_tokens=depth,
+                **kwargs,
+            )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an arm name means: none, fixedD, upstreamK, capacityK or pinnedD."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_NAME = re.compile(r"(none)|(fixed|upstream|capacity|pinned)([1-9][0-9]?)")
+ALLOWED = "none, fixedD, upstreamK, capacityK or pinnedD (numbers from 1)"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration of the sweep.
+
+    Attributes:
+        name: As given.
+        kind: ``none``, ``fixed``, ``upstream``, ``capacity`` or ``pinned``.
+        depth: ``num_speculative_tokens``; for ``pinned`` the depth to hold.
+    """
+
+    name: str
+    kind: str
+    depth: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Arm":
+        """Read an arm name.
+
+        Raises:
+            ValueError: It is not one of the allowed forms.
+        """
+        match = _NAME.fullmatch(name.strip())
+        if match is None:
+            raise ValueError(f"unknown arm {name!r}; allowed: {ALLOWED}")
+        if match[1]:
+            return cls(match[0], "none", 0)
+        return cls(match[0], match[2], int(match[3]))
+
+    def num_speculative_tokens(self, full_depth: int) -> int:
+        """Return K of the engine: ``full_depth`` where the arm pins a depth below."""
+        return max(full_depth, self.depth) if self.kind == "pinned" else self.depth
+
+    def speculative_config(self, draft: str, full_depth: int) -> dict[str, Any] | None:
+        """Return the ``--speculative-config`` of this arm, without acceptance keys.
+
+        Args:
+            draft: Draft checkpoint.
+            full_depth: K of ``pinned`` arms.
+        """
+        if self.kind == "none":
+            return None
+        num_tokens = self.num_speculative_tokens(full_depth)
+        config: dict[str, Any] = {
+            "method": "dspark",
+            "model": draft,
+            "num_speculative_tokens": num_tokens,
+        }
+        if self.kind == "upstream":
+            config["enable_adaptive_verification"] = True
+        elif self.kind == "capacity":
+            config["dspark_sps_curve"] = "auto"
+        elif self.kind == "pinned":
+            # A flat curve: no plan ever leaves "verify everything".
+            config["dspark_sps_curve"] = [[1, 100.0], [1_000_000, 100.0]]
+            config["dspark_draft_depths"] = sorted({self.depth, num_tokens})
+        return config

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput by concurrency for several configurations of one model.
+
+    python benchmarks/sweep_concurrency.py --arms fixed3,fixed7,upstream7,capacity7 \\
+        --concurrency 8,64,256 --out sweep.jsonl
+
+Every arm is an engine in a process of its own; all live on the GPU at once, and the
+loads alternate between them, so that drift of the machine hits all arms alike. Arms
+that profile their costs start last, when the others are idle. The first repetition
+is a record of its own: it shows stalls.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.progress import Progress  # noqa: E402
+
+from benchmarks.common import Record, append_records, print_table  # noqa: E402
+from benchmarks.sweep.arms import Arm  # noqa: E402
+from benchmarks.sweep.checkpoints import PRESETS, write_preset  # noqa: E402
+from benchmarks.sweep.engine import EngineSetup, Load, run  # noqa: E402
+
+# Unconditional acceptance by position of the baseline.
+DEFAULT_RATES = "0.82,0.66,0.53,0.42,0.33,0.26,0.20"
+# Seconds for one engine to start, kernels compiled from cold.
+START_LIMIT_S = 420
+
+
+def _list_of(kind: type) -> Any:
+    def parse(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",")]
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= 1")
+    return value
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
+    """Add the options that say which engines to start.
+
+    Args:
+        parser: Parser to extend.
+        arms: Default of ``--arms``.
+    """
+    add = parser.add_argument
+    add("--arms", type=_list_of(str), default=arms.split(","))
+    add("--preset", choices=sorted(PRESETS), default="tiny-dims")
+    add("--target", help="target checkpoint instead of a preset")
+    add("--draft", help="draft checkpoint instead of a preset")
+    add("--acceptance", choices=("rates", "real"), default="rates")
+    add("--rates", type=_list_of(float), default=_list_of(float)(DEFAULT_RATES))
+    add("--full-depth", type=_positive, default=7, help="K of pinnedD arms")
+    add("--max-model-len", type=_positive, default=2048)
+    add("--dtype", help="model dtype instead of the checkpoint's")
+    add("--max-num-seqs", type=_positive, default=256)
+    add("--max-num-batched-tokens", type=_positive, default=8192)
+    add("--max-cudagraph-capture-size", type=_positive, default=1024)
+    add("--gpu-memory-utilization", type=float, default=None)
+    add("--kv-cache-gib", type=float, help="KV cache of each arm, instead of sizing it")
+    add("--seed", type=int, default=0)
+
+
+def check_engine_arguments(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> None:
+    """Exit with a message unless the engine options fit together."""
+    try:
+        args.parsed_arms = [Arm.parse(name) for name in args.arms]
+    except ValueError as e:
+        parser.error(str(e))
+    if (args.target is None) != (args.draft is None):
+        parser.error("--target and --draft go together")
+    if args.acceptance == "real" and args.target is None:
+        parser.error("--acceptance real needs --target and --draft: presets have none")
+    deepest = max(
+        arm.num_speculative_tokens(args.full_depth) for arm in args.parsed_arms
+    )
+    if args.acceptance == "rates" and len(args.rates) < deepest:
+        parser.error(f"--rates has {len(args.rates)} entries, the arms need {deepest}")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_engine_arguments(parser, arms="none,fixed3,capacity7")
+    add = parser.add_argument
+    add("--concurrency", type=_list_of(_positive), default=[1, 8])
+    add("--repetitions", type=_positive, default=3)
+    add("--prompt-len", type=_positive, default=64)
+    add("--output-len", type=_positive, default=128)
+    add("--out", type=Path, default=Path("out/sweep.jsonl"))
+    args = parser.parse_args(argv)
+    check_engine_arguments(parser, args)
+    return args
+
+
+def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    share = args.gpu_memory_utilization or min(0.8, 0.94 / len(args.arms))
+    llm: dict[str, Any] = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "gpu_memory_utilization": share,
+        "seed": args.seed,
+        "enable_prefix_caching": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "max_cudagraph_capture_size": args.max_cudagraph_capture_size,
+        },
+    }
+    if args.kv_cache_gib:
+        # Sizing by what is free does not work while other arms allocate.
+        llm["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)
+    if args.dtype:
+        llm["dtype"] = args.dtype
+    if args.target is None:
+        llm |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    return llm
+
+
+class ArmProcess:
+    """An arm's engine in its own process."""
+
+    def __init__(self, setup: EngineSetup):
+        context = multiprocessing.get_context("spawn")
+        self.name = setup.arm
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=run, args=(setup, child), daemon=True)
+        self._process.start()
+        child.close()
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        """Wait for the next message.
+
+        Raises:
+            RuntimeError: The process failed, died or did not answer in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self._pipe.poll(1.0):
+            if not self._process.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError(f"arm {self.name} died or gave no answer")
+        kind, payload = self._receive(self._pipe)
+        if kind == "error":
+            raise RuntimeError(f"arm {self.name} failed:\n{payload}")
+        return payload
+
+    def _receive(self, pipe: Connection) -> tuple[str, Any]:
+        try:
+            return pipe.recv()
+        except EOFError as e:
+            raise RuntimeError(f"arm {self.name} died") from e
+
+    def serve(self, load: Load) -> dict[str, Any]:
+        """Run one load and return its figures."""
+        self._pipe.send(load)
+        return self.receive(START_LIMIT_S)
+
+    def stop(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(5)
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProcess]]:
+    """Start every arm's engine: those that profile last, when the rest is idle."""
+    target, draft = args.target, args.draft
+    if target is None:
+        target, draft = write_preset(root, args.preset, args.full_depth)
+    arms: dict[str, ArmProcess] = {}
+
+    def start(arm: Arm) -> None:
+        rates = tuple(args.rates) if args.acceptance == "rates" else None
+        knee = {"VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1"}
+        arms[arm.name] = ArmProcess(
+            EngineSetup(
+                arm=arm.name,
+                target=target,
+                draft=draft,
+                full_depth=args.full_depth,
+                rates=rates,
+                llm=_llm_arguments(args),
+                environ=knee if arm.kind == "pinned" else {},
+            )
+        )
+
+    def wait(names: list[str]) -> None:
+        for name in names:
+            ready = arms[name].receive(START_LIMIT_S)
+            start_s = ready.pop("start_s")
+            print(f"{name}: ready in {start_s:.0f} s", flush=True)
+            bench = "sweep_concurrency.setup"
+            append_records(
+                args.out, [Record(bench, ready, name, "start", "s", [start_s])]
+            )
+
+    profiling = [a for a in args.parsed_arms if a.kind in ("upstream", "capacity")]
+    quiet = [a for a in args.parsed_arms if a not in profiling]
+    try:
+        for arm in quiet:
+            start(arm)
+        wait([a.name for a in quiet])
+        for arm in profiling:
+            start(arm)
+            wait([arm.name])
+        yield [arms[a.name] for a in args.parsed_arms]
+    finally:
+        for arm in arms.values():
+            arm.stop()
+
+
+def sweep(args: argparse.Namespace, arms: list[ArmProcess]) -> list[Record]:
+    """Alternate the loads between the arms and return the records."""
+    samples: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    with Progress() as progress:
+        total = len(args.concurrency) * args.repetitions * len(arms)
+        task = progress.add_task("sweep", total=total)
+        for concurrency in args.concurrency:
+            for repetition in range(args.repetitions):
+                load = Load(
+                    concurrency,
+                    args.prompt_len,
+                    args.output_len,
+                    args.seed + repetition,
+                )
+                for arm in arms:
+                    figures = arm.serve(load)
+                    samples.setdefault((concurrency, arm.name), []).append(figures)
+                    progress.advance(task)
+    records = []
+    for (concurrency, name), found in samples.items():
+        case = {"concurrency": concurrency, "acceptance": args.acceptance}
+        rates = [f["tok_s"] for f in found]
+        steps = {
+            k: v for k, v in found[-1].items() if k.startswith(("num", "mean", "step"))
+        }
+        bench = "sweep_concurrency"
+        records += [
+            Record(
+                bench, {**case, "part": "first"}, name, "throughput", "tok/s", rates[:1]
+            ),
+            Record(bench, case, name, "throughput", "tok/s", rates[1:] or rates),
+            Record(bench + ".steps", {**case, **steps}, name, "steps", "1", [0.0]),
+        ]
+    return records
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the sweep, write JSON lines and print the table."""
+    args = parse_args(argv)
+    args.out.unlink(missing_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as root,
+        running_arms(args, Path(root)) as arms,
+    ):
+        for arm in arms:  # kernels that only serving compiles
+            arm.serve(Load(8, args.prompt_len, 16, args.seed))
+        records = sweep(args, arms)
+    append_records(args.out, records)
+    for part in ("first", None):
+        print_table(
+            [
+                r
+                for r in records
+                if r.bench == "sweep_concurrency" and r.case.get("part") == part
+            ],
+            title="first repetition" if part else "later repetitions",
+        )
+    for record in records:
+        if record.bench.endswith(".steps") and record.case["num_steps"]:
+            print(record.arm, record.case)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -18,8 +18,13 @@ ALWAYS_ACTIVE = {
 }
 DEPTHS = [0, 1, 3, 7]
 BLOCK = 32
-STEM_TOKENS, WRITTEN_TOKENS = BLOCK, 2 * BLOCK
+STEM_TOKENS, WRITTEN_TOKENS, ANSWER_TOKENS = BLOCK, 2 * BLOCK, 28
 FULL = 7
+# Few graphs to capture.
+ONE_REQUEST_AT_A_TIME = {
+    "max_num_seqs": 2,
+    "compilation_config": {"cudagraph_capture_sizes": [8, 16]},
+}
 # The fuzz run's request with a grammar: long, so that it lives through many batches.
 GRAMMAR = {"structured_outputs": {"regex": "([a-z]{2,6} ){16}end"}}
 GRAMMAR_PROMPT = 2
@@ -53,20 +58,25 @@ def prefix_runs(tiny_target, tiny_draft, heldout_prompts, tokenizer) -> dict[str
     A writer generates blocks at one depth. The prompt of the hit and of the cold run
     is what it wrote plus a new question; the cold run may not read the cache.
     """
-    others = [t for t in range(len(tokenizer)) if t != tokenizer.eos_token_id]
-    no_end = {"allowed_token_ids": others}
     encode = [tokenizer(p).input_ids for p in heldout_prompts]
     stems = [(encode[i] + encode[i + 1])[:STEM_TOKENS] for i in (0, 3)]
     assert all(len(stem) == STEM_TOKENS for stem in stems)
-    write = {"max_tokens": WRITTEN_TOKENS + 4, **no_end}
+    write = dict.fromkeys(("max_tokens", "min_tokens"), WRITTEN_TOKENS + 4)
     [plain] = run_engines(
-        [EngineSpec(model=tiny_target, prompts=stems, sampling=write)],
+        [
+            EngineSpec(
+                model=tiny_target,
+                prompts=stems,
+                sampling=write,
+                engine=ONE_REQUEST_AT_A_TIME,
+            )
+        ],
         timeout_s=TIMEOUT_S,
     )
     prompts, sampling = [], []
     for stem, [written] in zip(stems, plain.tokens, strict=True):
         read = stem + written[:WRITTEN_TOKENS] + encode[5][:40]
-        answer = {"max_tokens": 28, **no_end}
+        answer = dict.fromkeys(("max_tokens", "min_tokens"), ANSWER_TOKENS)
         prompts += [stem, encode[2], read, read]
         sampling += [write, {"max_tokens": 12}, answer]
         sampling += [{**answer, "skip_reading_prefix_cache": True}]
@@ -77,7 +87,11 @@ def prefix_runs(tiny_target, tiny_draft, heldout_prompts, tokenizer) -> dict[str
             sampling=sampling[:num_prompts],
             waves=[1] * num_prompts,
             speculative_config=_capacity(tiny_draft),
-            engine={"enable_prefix_caching": True, "block_size": BLOCK},
+            engine={
+                "enable_prefix_caching": True,
+                "block_size": BLOCK,
+                **ONE_REQUEST_AT_A_TIME,
+            },
             worker_setup=SPIES + setup,
             worker_probe=SPIES + "rounds_by_request",
         )
@@ -111,7 +125,9 @@ def test_acceptance_after_a_prefix_hit_equals_a_cold_run(prefix_runs, group):
     assert any(r["budget"] not in (None, r["scheduled"]) for r in hit), (
         "premise: capacity trims"
     )
-    assert len({r["length"] for r in cold}) < 28, "premise: drafts are accepted"
+    assert len({r["length"] for r in cold}) < ANSWER_TOKENS, (
+        "premise: drafts are accepted"
+    )
     assert hit == cold
     assert run.tokens[GROUP * group + 2] == run.tokens[GROUP * group + 3]
 
@@ -310,7 +326,11 @@ def test_requests_without_a_seed_get_the_same_one_on_every_rank(
                 prompts=heldout_prompts[:3],
                 sampling={"temperature": 1.0, "max_tokens": 12},
                 speculative_config=_capacity(tiny_draft),
-                engine={"tensor_parallel_size": 2},
+                engine={
+                    "tensor_parallel_size": 2,
+                    "max_num_seqs": 4,
+                    "compilation_config": {"cudagraph_capture_sizes": [8, 16, 32]},
+                },
                 worker_probe=SPIES + "seeds",
             )
         ],
@@ -324,6 +344,6 @@ def test_requests_without_a_seed_get_the_same_one_on_every_rank(
     first, second = run.probes
     assert {first["rank"], second["rank"]} == {0, 1}
     assert not any(first["explicit"]), "premise: no request brings a seed"
-    assert len(set(first["seeds"])) > 3, "premise: each request drew one"
+    assert len(set(first["seeds"])) >= 3, "premise: each request drew one"
     assert first["seeds"] == second["seeds"]
     assert first["last_sampled"] == second["last_sampled"]

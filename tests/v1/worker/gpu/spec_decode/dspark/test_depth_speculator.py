@@ -90,8 +90,9 @@ def changed(before, after):
 
 
 def test_without_capacity_only_the_logical_depth_is_enabled(tiny_target, tiny_draft):
-    plain = DepthDSparkSpeculator(make_config(tiny_target, tiny_draft), DEVICE)
-    assert plain.draft_depths == (K,)
+    config = make_config(tiny_target, tiny_draft)
+    assert not config.speculative_config.capacity_enabled, "premise"
+    assert DepthDSparkSpeculator(config, DEVICE).draft_depths == (K,)
 
 
 # ---- at_depth -------------------------------------------------------------------

@@ -41,10 +41,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.arms = ["none", *(a for a in args.arms if a != "none")]
     check_engine_arguments(parser, args)
+    try:
+        args.loads = make_loads(args)
+    except (OSError, ValueError, KeyError) as e:
+        parser.error(f"--prompts {args.prompts} or --waves {args.waves!r}: {e!r}")
+    if not sum(load.concurrency for load in args.loads):
+        parser.error(f"--prompts {args.prompts} and --waves leave nothing to compare")
     return args
 
 
-def loads(args: argparse.Namespace) -> list[Load]:
+def make_loads(args: argparse.Namespace) -> list[Load]:
     """Return the loads: the same prompts in waves of different sizes."""
     prompts = None
     if args.prompts is not None:
@@ -66,9 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     args.out.unlink(missing_ok=True)
     num_different = 0
     with tempfile.TemporaryDirectory() as root, running_arms(args, Path(root)) as arms:
-        expected = [arms[0].serve(load)["tokens"] for load in loads(args)]
+        expected = [arms[0].serve(load)["tokens"] for load in args.loads]
         for arm in arms[1:]:
-            found = [arm.serve(load) for load in loads(args)]
+            found = [arm.serve(load) for load in args.loads]
             pairs = [
                 (a, b)
                 for want, got in zip(expected, found, strict=True)

@@ -193,7 +193,6 @@ NO_EFFECT = [
         "dspark_sps_overhead_ms",
     ),
     ({"dspark_sps_cache": "curves", "dspark_sps_curve": CURVE}, "dspark_sps_cache"),
-    ({"dspark_confidence_temperature": 2.0} | AUTO, "dspark_confidence_temperature"),
     (
         {
             "dspark_confidence_temperature": 2.0,
@@ -217,8 +216,9 @@ def test_switching_calibration_off_needs_no_mode():
 
 
 def test_temperature_is_allowed_where_online_sts_is_off():
-    config = read(sps_curve="auto", online_sts=False, confidence_temperature=2)
-    assert config.dspark_confidence_temperature == 2.0
+    for given_sts in (False, None):
+        config = read(sps_curve="auto", online_sts=given_sts, confidence_temperature=2)
+        assert config.dspark_confidence_temperature == 2.0
 
 
 @pytest.mark.parametrize(

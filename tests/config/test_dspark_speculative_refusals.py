@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.config_models import write_draft
-from vllm.config.dspark_speculative import has_confidence_head
+from vllm.config.dspark_speculative import MAX_DRAFT_TOKENS, has_confidence_head
 from vllm.platforms import current_platform
+from vllm.plugins.dspark_capacity import config_check
+from vllm.v1.worker.gpu.spec_decode.dspark import capacity_checks
 
 AUTO = {"dspark_sps_curve": "auto"}
 pytestmark = pytest.mark.usefixtures("plugin")
@@ -72,24 +74,51 @@ def test_draft_without_confidence_head_is_refused(build, checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "given_value", "expected"),
+    ("architecture", "target_type", "given_value", "expected"),
     [
-        ("Qwen3DSparkModel", None, False),
-        ("Qwen3DSparkModel", True, True),
-        ("Gemma4DSparkModel", None, False),
-        ("DSparkDraftModel", None, True),
-        ("DSparkV41DraftModel", None, True),
-        ("DSparkDraftModel", False, False),
+        ("Qwen3DSparkModel", "qwen3", None, False),
+        ("Qwen3DSparkModel", "qwen3", True, True),
+        ("Gemma4DSparkModel", "gemma4", None, False),
+        ("DSparkDraftModel", "deepseek_v4", None, True),
+        ("DSparkV41DraftModel", "deepseek_v41", None, True),
+        ("DSparkDraftModel", "deepseek_v4", False, False),
+        # Upstream's name for a draft that it did not recognise.
+        ("DSparkDraftModel", "qwen3", None, False),
     ],
 )
 def test_confidence_head_default_depends_on_the_architecture(
-    architecture, given_value, expected
+    architecture, target_type, given_value, expected
 ):
     hf_config = SimpleNamespace()
     if given_value is not None:
         hf_config.enable_confidence_head = given_value
     model = SimpleNamespace(hf_config=hf_config, architectures=[architecture])
-    assert has_confidence_head(SimpleNamespace(draft_model_config=model)) is expected
+    target = SimpleNamespace(hf_config=SimpleNamespace(model_type=target_type))
+    spec = SimpleNamespace(draft_model_config=model, target_model_config=target)
+    assert has_confidence_head(spec) is expected
+
+
+def test_a_plain_model_as_draft_is_refused_by_name(build, target_args):
+    with pytest.raises(ValueError, match="enable_confidence_head: true"):
+        build(**AUTO, model=target_args["model"])
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle"])
+def test_another_method_is_refused_before_upstream_looks_at_it(build, method):
+    with pytest.raises(ValueError, match=f"method='{method}' does not work"):
+        build(**AUTO, method=method)
+
+
+def test_limits_are_those_of_the_admission_kernel(build):
+    assert MAX_DRAFT_TOKENS == capacity_checks.MAX_ADMISSION_STEPS
+    assert config_check.MAX_NUM_SEQS == capacity_checks.MAX_ADMISSION_REQS
+    with pytest.raises(ValueError, match="num_speculative_tokens=17"):
+        build(**AUTO, num_speculative_tokens=17)
+
+
+def test_adaptive_verification_of_another_type_is_refused(build):
+    with pytest.raises(ValueError, match="enable_adaptive_verification=no"):
+        build(**AUTO, enable_adaptive_verification="no")
 
 
 def test_environment_is_checked_against_k(build, monkeypatch):

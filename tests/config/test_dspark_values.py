@@ -54,6 +54,8 @@ BAD_CURVES = {
     "negative rate": [[6, 200], [12, -1]],
     "nan rate": [[6, math.nan], [12, 80]],
     "infinite rate": [[6, 200], [12, math.inf]],
+    "rate too small to add": [[6, 200], [12, 1e-305]],
+    "absurd token count": [[6, 200], [10**400, 30]],
     "rate beyond a double": [[6, 200], [12, 10**400]],
     "rate whose step time overflows": [[6, 200], [12, 1e-320]],
     "bool rate": [[6, 200], [12, True]],

@@ -57,8 +57,8 @@ def cost_curve(text: str) -> str:
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(
-            f"{text!r}: no such file; give 'auto' or a curve written by "
-            "benchmarks/profile_dspark_sps_curve.py"
+            f"{text!r}: no such file; give 'auto' or a JSON file with "
+            "[[tokens, steps_per_s], ...]"
         )
     return str(path.resolve())
 

@@ -225,7 +225,7 @@ class DSparkCapacityConfig:
                 "only measured curves are kept",
                 'use "dspark_sps_curve": "auto"',
             )
-        if self.use_online_sts and self.dspark_confidence_temperature != 1.0:
+        if self.dspark_online_sts and self.dspark_confidence_temperature != 1.0:
             raise self._no_effect(
                 "dspark_confidence_temperature",
                 "online STS fits the temperatures",
@@ -322,7 +322,8 @@ _READERS = {
     # Beyond these bounds every confidence is 0, 0.5 or 1 in float32.
     "dspark_confidence_temperature": lambda n, v: read_number(n, v, low=0.01, high=100),
     "dspark_online_sts": lambda n, v: read_choice(n, v, (None, True, False)),
-    "dspark_sps_overhead_ms": lambda n, v: read_number(n, v, low=0),
+    # An hour a step: beyond any use, and sums with it stay finite.
+    "dspark_sps_overhead_ms": lambda n, v: read_number(n, v, low=0, high=3.6e6),
     "dspark_draft_depths": _read_depths,
     "dspark_sps_cache": _read_cache,
 }

@@ -45,6 +45,8 @@ _ENGINE_FIELDS = frozenset(
         "draft_parallel_config",
     }
 )
+# Limits of the admission kernel; a test compares them with capacity_checks.py.
+MAX_DRAFT_TOKENS = 16
 # DeepSeek's drafts have a confidence head unless they say otherwise; all other
 # DSpark drafts say so (``enable_confidence_head`` in their config.json).
 _HEAD_BY_DEFAULT = frozenset({"DSparkDraftModel", "DSparkV41DraftModel"})
@@ -96,6 +98,8 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
         ours = {k: v for k, v in given.items() if k in DSPARK_KEYS}
         capacity = DSparkCapacityConfig.from_keys(ours)
         if capacity.enabled:
+            _check_method(given.get("method"))
+            _check_num_tokens(given.get("num_speculative_tokens"))
             # Normalised: depths sorted, a curve file replaced by its content.
             given.update({k: capacity.to_keys()[k] for k in ours})
             given["enable_adaptive_verification"] = _resolve_adaptive(capacity, given)
@@ -150,7 +154,7 @@ def _resolve_adaptive(capacity: DSparkCapacityConfig, given: dict[str, Any]) -> 
     mode = capacity.dspark_capacity_verification_mode
     needed = mode == "varlen"
     wanted = given.get("enable_adaptive_verification", needed)
-    if isinstance(wanted, bool) and wanted != needed:
+    if wanted is not needed:
         other = "mask" if needed else "varlen"
         raise DSparkCapacityConfigError(
             f"enable_adaptive_verification={wanted} contradicts "
@@ -180,20 +184,40 @@ def has_confidence_head(spec: SpeculativeConfig) -> bool:
     and ``models/deepseek_v4/nvidia/dspark.py`` at v0.33.0.
     """
     hf_config = spec.draft_model_config.hf_config
-    by_default = bool(_HEAD_BY_DEFAULT & set(spec.draft_model_config.architectures))
+    # Upstream gives these architectures to whatever draft it does not recognise, a
+    # plain model included, so only a DeepSeek target vouches for them.
+    by_default = bool(
+        _HEAD_BY_DEFAULT & set(spec.draft_model_config.architectures)
+    ) and spec.target_model_config.hf_config.model_type.startswith("deepseek_v4")
     return bool(getattr(hf_config, "enable_confidence_head", by_default))
 
 
-def _check_draft(spec: DSparkSpeculativeConfig) -> None:
-    if spec.method != "dspark":
+def _check_num_tokens(num_tokens: Any) -> None:
+    if isinstance(num_tokens, int) and num_tokens > MAX_DRAFT_TOKENS:
+        _refuse(
+            "num_speculative_tokens",
+            num_tokens,
+            f"at most {MAX_DRAFT_TOKENS}, the widest batch row that is ranked",
+            f"Set num_speculative_tokens to {MAX_DRAFT_TOKENS} or less",
+        )
+
+
+def _check_method(method: Any) -> None:
+    """Check a method, before upstream's own checks of its architectures."""
+    if method is not None and method != "dspark":
         _refuse(
             "method",
-            spec.method,
+            method,
             '"dspark", with a draft that has a confidence head; other methods, DFlash '
             "included, have none",
             "Use a DSpark draft (DFlash can use upstream's own \"enable_adaptive_"
             'verification": true, which estimates acceptance)',
         )
+
+
+def _check_draft(spec: DSparkSpeculativeConfig) -> None:
+    _check_method(spec.method)
+    _check_num_tokens(spec.num_speculative_tokens)
     if not has_confidence_head(spec):
         _refuse(
             "model",

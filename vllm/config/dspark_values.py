@@ -154,6 +154,11 @@ def _curve_error(origin: str, value: Any, problem: str) -> DSparkCapacityConfigE
     )
 
 
+# Bounds that no engine reaches, so that sums of step times stay finite.
+MAX_CURVE_TOKENS = 1_000_000_000
+MIN_CURVE_RATE = 1e-6
+
+
 def _read_points(value: Any, origin: str) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise _curve_error(origin, value, "it is not a list of two or more points")
@@ -162,15 +167,20 @@ def _read_points(value: Any, origin: str) -> tuple[tuple[int, float], ...]:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise _curve_error(origin, point, f"point {i} is not a pair")
         tokens, rate = point
-        if not is_int(tokens) or tokens < 1:
-            raise _curve_error(origin, point, f"point {i} has no token count >= 1")
+        if not is_int(tokens) or not 1 <= tokens <= MAX_CURVE_TOKENS:
+            raise _curve_error(
+                origin,
+                [str(tokens)[:20], rate],
+                f"point {i} has no token count in [1, {MAX_CURVE_TOKENS}]",
+            )
         try:
             rate = read_number("rate", rate, low=0.0)
         except DSparkCapacityConfigError:
             rate = 0.0
-        # A denormal rate would make the step time infinite.
-        if rate <= 0.0 or math.isinf(1000.0 / rate):
-            raise _curve_error(origin, point, f"point {i} has no finite rate > 0")
+        if rate < MIN_CURVE_RATE:
+            raise _curve_error(
+                origin, point, f"point {i} has no finite rate >= {MIN_CURVE_RATE:g}"
+            )
         if points and tokens <= points[-1][0]:
             raise _curve_error(
                 origin, point, f"the tokens of point {i} do not exceed the last"

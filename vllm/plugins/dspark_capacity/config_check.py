@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _SCHEDULER_MODULE = "vllm.v1.core.sched.dspark_capacity_scheduler"
+# Limit of the admission kernel; a test compares it with capacity_checks.py.
+MAX_NUM_SEQS = 4096
 SCHEDULER_CLS = f"{_SCHEDULER_MODULE}.DSparkCapacityScheduler"
 ASYNC_SCHEDULER_CLS = f"{_SCHEDULER_MODULE}.DSparkCapacityAsyncScheduler"
 
@@ -96,6 +98,7 @@ def check_and_update_vllm_config(vllm_config: "VllmConfig") -> None:
     if not getattr(spec, "capacity_enabled", False):
         return
     _check_runner(vllm_config)
+    _check_size(vllm_config)
     _check_cudagraphs(vllm_config)
     if spec.enable_adaptive_verification:
         _check_attention_backend(vllm_config)
@@ -120,6 +123,17 @@ def _check_runner(vllm_config: "VllmConfig") -> None:
             "V1",
             "V2",
             "Set VLLM_USE_V2_MODEL_RUNNER=1 and remove what it does not support",
+        )
+
+
+def _check_size(vllm_config: "VllmConfig") -> None:
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    if max_num_seqs > MAX_NUM_SEQS:
+        _refuse(
+            "max_num_seqs",
+            max_num_seqs,
+            f"at most {MAX_NUM_SEQS}, the largest batch that is ranked",
+            f"Set --max-num-seqs to {MAX_NUM_SEQS} or less",
         )
 
 

@@ -134,7 +134,7 @@ def test_bad_files_are_refused(key, value, message):
 def test_file_without_a_table_is_refused_by_name():
     data = make_costs().to_json()
     del data["verify_varlen_ms"]
-    with pytest.raises(ValueError, match="verify_varlen_ms.*profile again"):
+    with pytest.raises(ValueError, match="verify_varlen_ms.*let .auto. measure"):
         StepCosts.from_json(data)
 
 

@@ -24,7 +24,7 @@ VERSION = 1
 # Keeps rates finite when a clock with coarse ticks reports 0 ms.
 MIN_VERIFY_MS = 1e-6
 Points = list[tuple[int, float]]
-REPROFILE = "profile again with benchmarks/profile_dspark_sps_curve.py"
+REPROFILE = "check dspark_sps_curve, or let 'auto' measure it again"
 
 
 def _table(name: str, values: Any, num_entries: int | None, floor: float) -> np.ndarray:

@@ -557,6 +557,9 @@ sys.exit(cli.main(["--device", "cpu", "--concurrency", "4",
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A background job ignores SIGINT, and so would its children: then there is
+        # no Ctrl-C to test.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         log = tmp_path / "server-none.log"

@@ -66,6 +66,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     add("--rates", type=_list_of(float), default=_list_of(float)(DEFAULT_RATES))
     add("--full-depth", type=_positive, default=7, help="K of pinnedD arms")
     add("--max-model-len", type=_positive, default=2048)
+    add("--tensor-parallel-size", type=_positive, default=1)
     add("--dtype", help="model dtype instead of the checkpoint's")
     add("--max-num-seqs", type=_positive, default=256)
     add("--max-num-batched-tokens", type=_positive, default=8192)
@@ -119,6 +120,7 @@ def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "gpu_memory_utilization": share,
         "seed": args.seed,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "enable_prefix_caching": False,
         "compilation_config": {
             "mode": 0,
@@ -143,7 +145,7 @@ class ArmProcess:
         context = multiprocessing.get_context("spawn")
         self.name = setup.arm
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=run, args=(setup, child), daemon=True)
+        self._process = context.Process(target=run, args=(setup, child))
         self._process.start()
         child.close()
 

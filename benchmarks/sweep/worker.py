@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sweep does inside every worker process, through ``worker_extension_cls``.
+
+vLLM imports this module in each rank before the model is built, so it is the place
+for what must be in a captured graph; ``SETUP_VARIABLE`` says what that is.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+# JSON: {"rates": unconditional acceptance by position, or null}.
+SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
+EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
+
+
+class StepProbe:
+    """Times the steps of a runner and reads what capacity planned.
+
+    Args:
+        runner: The V2 model runner of this rank.
+    """
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._steps: list[tuple[float, int, int]] = []
+        self._plans: list[tuple[bool, int | None, int | None]] = []
+        execute_model = runner.execute_model
+
+        def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._steps.append(
+                (time.perf_counter(), len(scheduled), sum(scheduled.values()))
+            )
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = timed
+        capacity = getattr(runner, "capacity", None)
+        if capacity is None:
+            return
+        plan = capacity.planner.plan
+
+        def record(batch: Any) -> Any:
+            made = plan(batch)
+            self._plans.append((made.active, made.draft_budget, made.next_depth))
+            return made
+
+        capacity.planner.plan = record
+
+    def describe(self) -> dict[str, Any]:
+        """Return the peak memory, the knee and the cost tables, where there are any."""
+        import torch
+
+        found: dict[str, Any] = {"peak_gib": None}
+        if torch.cuda.is_available():
+            found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        capacity = getattr(self._runner, "capacity", None)
+        if capacity is not None:
+            found["knee_reqs"] = capacity.costs.activation_num_reqs
+            found["depth_of_load"] = capacity.depth_of_load
+            found["costs"] = capacity.costs.step_costs.to_json()
+        return found
+
+    def take(self) -> dict[str, Any]:
+        """Return and forget what happened since the last call.
+
+        ``step_ms`` maps the scheduled width to the median time between the starts
+        of two steps of the largest batch at that width: with asynchronous
+        scheduling, the time of a step once the device is the bottleneck.
+        """
+        steps, self._steps = self._steps, []
+        plans, self._plans = self._plans, []
+        active = [p for p in plans if p[0]]
+        trimmed = [p[1] for p in active if p[1] is not None]
+        depths = [p[2] for p in active if p[2] is not None]
+        return {
+            "num_steps": len(steps),
+            "num_active": len(active),
+            "num_trimmed": len(trimmed),
+            "mean_budget": _mean(trimmed),
+            "mean_next_depth": _mean(depths),
+            "step_ms": _step_ms(steps),
+        }
+
+
+class SweepWorkerExtension:
+    """Methods that ``LLM.collective_rpc`` reaches in every rank."""
+
+    model_runner: Any
+
+    def sweep_start(self, pinned_depth: int | None) -> dict[str, Any]:
+        """Start the probe and describe the engine.
+
+        Args:
+            pinned_depth: Depth to hold whatever the load; None leaves it free.
+        """
+        if pinned_depth is not None:
+            controller = self.model_runner.capacity.planner._controller
+            if controller is not None:
+                controller.update = lambda wished_depth, num_reqs: pinned_depth
+        self._sweep_probe = StepProbe(self.model_runner)
+        return self._sweep_probe.describe()
+
+    def sweep_take(self) -> dict[str, Any]:
+        """Return and forget the figures since the last call."""
+        return self._sweep_probe.take()
+
+
+def _mean(values: list[Any]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _step_ms(steps: list[tuple[float, int, int]]) -> dict[str, float]:
+    largest = max((n for _, n, _ in steps), default=0)
+    gaps: dict[str, list[float]] = {}
+    for (start, num_reqs, num_tokens), (end, *_) in itertools.pairwise(steps):
+        if num_reqs == largest and num_tokens <= 16 * num_reqs:
+            width = f"{num_tokens / num_reqs:.2f}"
+            gaps.setdefault(width, []).append(1e3 * (end - start))
+    return {w: statistics.median(g) for w, g in gaps.items() if len(g) > 2}
+
+
+def _report_true_confidence(rates: list[float]) -> None:
+    """Make the confidence head report the synthetic sampler's true rates."""
+    import torch
+
+    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    conditional = [r / p for r, p in zip(rates, (1.0, *rates), strict=False)]
+    table: dict[str, Any] = {}
+    original = DSparkSpeculator._sample_sequential
+
+    def sample_sequential(self: Any, num_reqs: int, head_hidden: Any) -> None:
+        # The number of positions of this pass: less than K at a lower depth.
+        table["depth"] = self.num_speculative_steps
+        original(self, num_reqs, head_hidden)
+
+    def compute_confidence(self: Any, head_hidden: Any, markov_embed: Any) -> Any:
+        if "probs" not in table:
+            table["probs"] = torch.tensor(conditional, device=head_hidden.device)
+        depth = table["depth"]
+        return table["probs"][:depth].repeat(head_hidden.shape[0] // depth)
+
+    DSparkSpeculator._sample_sequential = sample_sequential
+    Qwen3DSparkForCausalLM.compute_confidence = compute_confidence
+
+
+def _apply_setup() -> None:
+    setup = json.loads(os.environ.get(SETUP_VARIABLE, "{}"))
+    if setup.get("rates"):
+        _report_true_confidence(setup["rates"])
+
+
+_apply_setup()

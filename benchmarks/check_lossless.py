@@ -4,19 +4,24 @@
     python benchmarks/check_lossless.py --arms fixed7,capacity7,pinned1,pinned3 \\
         --target TARGET --draft DRAFT --acceptance real --prompts heldout.jsonl
 
-Prints one line an arm and exits 1 on any difference. With dummy weights use
-``--dtype float32``: near-ties in bfloat16 fall differently at different batch shapes.
+An arm depthsK holds every depth 0..K in turn. Prints one line an arm or depth and
+exits 1 on any difference. With the dummy weights of a preset the best two tokens are
+often closer than rounding, which depends on the batch's shape: set
+VLLM_BATCH_INVARIANT=1 VLLM_USE_BREAKABLE_CUDAGRAPH=0 there.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Record, append_records  # noqa: E402
+from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
 from benchmarks.sweep_concurrency import (  # noqa: E402
     add_engine_arguments,
@@ -40,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/lossless.jsonl"))
     args = parser.parse_args(argv)
     args.arms = ["none", *(a for a in args.arms if a != "none")]
-    check_engine_arguments(parser, args)
+    check_engine_arguments(parser, args, depths_by_load=True)
     try:
         args.loads = make_loads(args)
     except (OSError, ValueError, KeyError) as e:
@@ -66,6 +71,13 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
     return found
 
 
+def _variants(arm: Arm) -> list[tuple[str, int | None]]:
+    """Return the names and held depths under which an arm is compared."""
+    if arm.kind != "depths":
+        return [(arm.name, None)]
+    return [(f"depth {d} of {arm.depth}", d) for d in range(arm.depth + 1)]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare all arms with the first one, which does not speculate."""
     args = parse_args(argv)
@@ -73,34 +85,33 @@ def main(argv: list[str] | None = None) -> int:
     num_different = 0
     with tempfile.TemporaryDirectory() as root, running_arms(args, Path(root)) as arms:
         expected = [arms[0].serve(load)["tokens"] for load in args.loads]
-        for arm in arms[1:]:
-            found = [arm.serve(load) for load in args.loads]
-            pairs = [
-                (a, b)
-                for want, got in zip(expected, found, strict=True)
-                for a, b in zip(want, got["tokens"], strict=True)
-            ]
-            equal = sum(a == b for a, b in pairs)
-            num_different += len(pairs) - equal
-            figures = {
-                k: sum(f[k] or 0 for f in found)
-                for k in ("num_steps", "num_active", "num_trimmed")
-            }
-            print(f"{arm.name}: {equal} of {len(pairs)} outputs equal, {figures}")
-            append_records(
-                args.out,
-                [
-                    Record(
-                        "check_lossless",
-                        {"outputs": len(pairs), **figures},
-                        arm.name,
-                        "equal outputs",
-                        "1",
-                        [float(equal)],
-                    )
-                ],
-            )
+        for arm, parsed in zip(arms[1:], args.parsed_arms[1:], strict=True):
+            for name, depth in _variants(parsed):
+                loads = [replace(load, held_depth=depth) for load in args.loads]
+                found = [arm.serve(load) for load in loads]
+                num_different += _compare(args.out, name, expected, found)
     return 1 if num_different else 0
+
+
+def _compare(
+    out: Path, name: str, expected: list[list[Any]], found: list[dict[str, Any]]
+) -> int:
+    """Print and record one comparison; return the number of outputs that differ."""
+    pairs = [
+        (a, b)
+        for want, got in zip(expected, found, strict=True)
+        for a, b in zip(want, got["tokens"], strict=True)
+    ]
+    equal = sum(a == b for a, b in pairs)
+    summed = ("num_steps", "num_active", "num_trimmed", "num_tokens")
+    figures: dict[str, Any] = {k: sum(f[k] or 0 for f in found) for k in summed}
+    # Every width that the target verified at a full load, so depth + 1.
+    figures["widths"] = sorted({w for f in found for w in f["step_ms"]})
+    print(f"{name}: {equal} of {len(pairs)} outputs equal, {figures}", flush=True)
+    case = {"outputs": len(pairs), **figures}
+    record = Record("check_lossless", case, name, "equal outputs", "1", [float(equal)])
+    append_records(out, [record])
+    return len(pairs) - equal
 
 
 if __name__ == "__main__":

@@ -77,16 +77,28 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
 
 
 def check_engine_arguments(
-    parser: argparse.ArgumentParser, args: argparse.Namespace
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *,
+    depths_by_load: bool = False,
 ) -> None:
-    """Exit with a message unless the engine options fit together."""
+    """Exit with a message unless the engine options fit together.
+
+    Args:
+        parser: Reports the errors.
+        args: What it parsed; gets ``parsed_arms``.
+        depths_by_load: Whether each load says which depth a ``depthsK`` arm holds.
+    """
     try:
         args.parsed_arms = [Arm.parse(name) for name in args.arms]
     except ValueError as e:
         parser.error(str(e))
+    held_by_load = [a.name for a in args.parsed_arms if a.kind == "depths"]
+    if held_by_load and not depths_by_load:
+        parser.error(f"{held_by_load[0]}: only check_lossless.py has depthsK arms")
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
-    if args.acceptance == "real" and args.target is None:
+    if args.acceptance == "real" and args.target is None and not depths_by_load:
         parser.error("--acceptance real needs --target and --draft: presets have none")
     deepest = max(
         arm.num_speculative_tokens(args.full_depth) for arm in args.parsed_arms
@@ -202,7 +214,7 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
                 full_depth=args.full_depth,
                 rates=rates,
                 llm=_llm_arguments(args),
-                environ=knee if arm.kind == "pinned" else {},
+                environ=knee if arm.holds_depth else {},
             )
         )
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an arm name means: none, fixedD, upstreamK, capacityK or pinnedD."""
+"""What an arm name means: none, fixedD, upstreamK, capacityK, pinnedD or depthsK."""
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
-_NAME = re.compile(r"(none)|(fixed|upstream|capacity|pinned)([1-9][0-9]?)")
-ALLOWED = "none, fixedD, upstreamK, capacityK or pinnedD (numbers from 1)"
+_NAME = re.compile(
+    r"(none)|(fixed|upstream|capacity|pinned|depths)([1-9][0-9]?|(?<=pinned)0)"
+)
+ALLOWED = (
+    "none, fixedD, upstreamK, capacityK, pinnedD or depthsK (numbers from 1; pinned0 "
+    "too)"
+)
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,8 @@ class Arm:
 
     Attributes:
         name: As given.
-        kind: ``none``, ``fixed``, ``upstream``, ``capacity`` or ``pinned``.
+        kind: ``none``, ``fixed``, ``upstream``, ``capacity``, ``pinned`` (one depth is
+            held) or ``depths`` (each load says which depth 0..K is held).
         depth: ``num_speculative_tokens``; for ``pinned`` the depth to hold.
     """
 
@@ -36,6 +42,11 @@ class Arm:
         if match[1]:
             return cls(match[0], "none", 0)
         return cls(match[0], match[2], int(match[3]))
+
+    @property
+    def holds_depth(self) -> bool:
+        """Whether the engine drafts at a given depth at every load."""
+        return self.kind in ("pinned", "depths")
 
     def num_speculative_tokens(self, full_depth: int) -> int:
         """Return K of the engine: ``full_depth`` where the arm pins a depth below."""
@@ -60,8 +71,9 @@ class Arm:
             config["enable_adaptive_verification"] = True
         elif self.kind == "capacity":
             config["dspark_sps_curve"] = "auto"
-        elif self.kind == "pinned":
+        elif self.holds_depth:
             # A flat curve: no plan ever leaves "verify everything".
             config["dspark_sps_curve"] = [[1, 100.0], [1_000_000, 100.0]]
-            config["dspark_draft_depths"] = sorted({self.depth, num_tokens})
+            enabled = range(num_tokens) if self.kind == "depths" else [self.depth]
+            config["dspark_draft_depths"] = sorted({*enabled, num_tokens})
         return config

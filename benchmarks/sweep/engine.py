@@ -47,6 +47,7 @@ class Load:
         seed: Of the prompts.
         prompts: Texts instead of random prompts, ``concurrency`` of them.
         return_tokens: Send the output token ids back.
+        held_depth: Depth to hold in a ``depths`` arm.
     """
 
     concurrency: int
@@ -55,6 +56,7 @@ class Load:
     seed: int
     prompts: tuple[str, ...] | None = None
     return_tokens: bool = False
+    held_depth: int | None = None
 
 
 def run(setup: EngineSetup, pipe: Connection) -> None:
@@ -99,8 +101,9 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
         worker_extension_cls=EXTENSION,
         **setup.llm,
     )
-    pinned = arm.depth if arm.kind == "pinned" else None
-    return llm, llm.collective_rpc("sweep_start", args=(pinned,))[0]
+    if arm.kind == "pinned":
+        llm.collective_rpc("sweep_hold_depth", args=(arm.depth,))
+    return llm, llm.collective_rpc("sweep_start")[0]
 
 
 def _random_prompts(load: Load) -> list[dict[str, list[int]]]:
@@ -123,6 +126,8 @@ def _serve(llm: Any, load: Load) -> dict[str, Any]:
         ignore_eos=load.prompts is None,
         detokenize=False,
     )
+    if load.held_depth is not None:
+        llm.collective_rpc("sweep_hold_depth", args=(load.held_depth,))
     prompts = load.prompts or _random_prompts(load)
     llm.collective_rpc("sweep_take")
     if torch.cuda.is_available():

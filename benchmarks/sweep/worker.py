@@ -91,18 +91,23 @@ class SweepWorkerExtension:
 
     model_runner: Any
 
-    def sweep_start(self, pinned_depth: int | None) -> dict[str, Any]:
-        """Start the probe and describe the engine.
-
-        Args:
-            pinned_depth: Depth to hold whatever the load; None leaves it free.
-        """
-        if pinned_depth is not None:
-            controller = self.model_runner.capacity.planner._controller
-            if controller is not None:
-                controller.update = lambda wished_depth, num_reqs: pinned_depth
+    def sweep_start(self) -> dict[str, Any]:
+        """Start the probe and describe the engine."""
         self._sweep_probe = StepProbe(self.model_runner)
         return self._sweep_probe.describe()
+
+    def sweep_hold_depth(self, depth: int) -> None:
+        """Draft at one enabled depth from the next step on, whatever the load.
+
+        Args:
+            depth: The depth; the scheduler learns it with the next report.
+        """
+        capacity = self.model_runner.capacity
+        controller = capacity.planner._controller
+        if controller is None:
+            return
+        controller.update = lambda wished_depth, num_reqs: depth
+        capacity.depth_of_load = (depth,) * (capacity.costs.max_num_reqs + 1)
 
     def sweep_take(self) -> dict[str, Any]:
         """Return and forget the figures since the last call."""

@@ -23,12 +23,13 @@ class CapacityReport:
             leaves the logical depth K.
         num_reqs: Decode requests for which ``next_depth`` was chosen.
         depth_of_load: Depth to begin with by number of scheduled requests, before
-            any wish for that load is known: K below the knee. Empty while unknown
-            or where the depth is fixed. Shape [max_num_reqs + 1].
+            any wish for that load is known: K below the knee. Empty where the depth
+            is fixed; None where it has not changed since the last report.
+            Shape [max_num_reqs + 1].
     """
 
     active: bool
     verified_drafts: list[int] | None = None
     next_depth: int | None = None
     num_reqs: int = 0
-    depth_of_load: tuple[int, ...] = ()
+    depth_of_load: tuple[int, ...] | None = None

@@ -169,7 +169,8 @@ BELOW = (K,) * 8 + (2,) * (MAX_NUM_REQS + 1 - 8)  # the knee is at 8 requests
 
 def schedule(report, *, running=0, waiting=0):
     scheduler = CapacityScheduler()
-    scheduler._report = report
+    if report is not None:
+        scheduler._take_report(report)
     scheduler.running, scheduler.waiting = [0] * running, [0] * waiting
     return scheduler.schedule()
 
@@ -213,6 +214,19 @@ def test_report_replaces_the_one_before():
         assert scheduler.schedule()[10] == depth
     verify({"a": K}, {"a": 0}, None, scheduler=scheduler)
     assert scheduler.schedule()[10] == 3, "a step without a report changes nothing"
+
+
+def test_table_without_news_stays_and_is_not_built_again(monkeypatch):
+    scheduler = CapacityScheduler()
+    scheduler.running = [0] * 10
+    scheduler._take_report(CapacityReport(True, None, 1, 10, BELOW))
+    table = scheduler._lookup
+    scheduler._take_report(CapacityReport(True, None, 1, 10))
+    assert scheduler._lookup is table
+    scheduler._take_report(CapacityReport(True, None, 3, 10))
+    assert scheduler.schedule()[10] == 3, "the table came with an older report"
+    scheduler._take_report(CapacityReport(False, None, None, 0, ()))
+    assert scheduler.schedule() is None, "an empty table is news"
 
 
 @NO_DEADLINE

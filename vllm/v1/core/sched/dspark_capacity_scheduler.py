@@ -8,7 +8,7 @@ capacity trimmed was not, so counting it as rejected would deflate every accepta
 figure.
 """
 
-import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -56,7 +56,6 @@ def trimmed_drafts(
 SAME_LOAD = 0.125
 
 
-@functools.lru_cache(maxsize=64)
 def depth_lookup(
     depth_of_load: tuple[int, ...], next_depth: int | None, num_reqs: int
 ) -> list[int] | None:
@@ -92,24 +91,38 @@ class _CapacityScheduling:
     """
 
     _report: CapacityReport | None = None
+    _depth_of_load: tuple[int, ...] = ()
+    # What ``_lookup`` was built from, and the smallest load that it takes off K.
+    _wish: tuple[int | None, int] = (None, 0)
+    _lookup: list[int] | None = None
+    _first_shallow_load: int = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """Schedule one step; its drafts are as deep as capacity wants at its load."""
         # Upstream's table of depth by number of scheduled requests. None, its off
-        # state, also pads new decodes to the width of fixed K.
-        self.dynamic_sd_lookup = self._depth_lookup()
+        # state, also pads new decodes to the width of fixed K, so it stays None
+        # where nothing that this step can schedule leaves K.
+        load = len(self.running) + len(self.waiting)
+        shallow = self._lookup is not None and load >= self._first_shallow_load
+        self.dynamic_sd_lookup = self._lookup if shallow else None
         return super().schedule(*args, **kwargs)
 
-    def _depth_lookup(self) -> list[int] | None:
-        report = self._report
-        if report is None or not report.depth_of_load:
-            return None
-        table = depth_lookup(report.depth_of_load, report.next_depth, report.num_reqs)
-        load = min(len(self.running) + len(self.waiting), len(table) - 1)
-        # Nothing that this step can schedule leaves K: stay exactly fixed K.
-        if min(table[: load + 1]) == self.num_spec_tokens:
-            return None
-        return table
+    def _take_report(self, report: CapacityReport) -> None:
+        """Remember a report; rebuild the table of depths only if it changes one."""
+        self._report = report
+        wish = report.next_depth, report.num_reqs
+        if report.depth_of_load is not None:
+            self._depth_of_load = report.depth_of_load
+        elif wish == self._wish:
+            return
+        self._wish = wish
+        table = self._lookup = depth_lookup(self._depth_of_load, *wish)
+        full_depth = self.num_spec_tokens
+        # A load beyond the table has the depth of its last entry.
+        self._first_shallow_load = next(
+            (load for load, d in enumerate(table or ()) if d != full_depth),
+            sys.maxsize,
+        )
 
     def update_from_output(
         self,
@@ -119,7 +132,7 @@ class _CapacityScheduling:
         """Account for one step's output; trimmed drafts are not counted as judged."""
         report = getattr(model_runner_output, REPORT_ATTRIBUTE, None)
         if report is not None:
-            self._report = report
+            self._take_report(report)
             scheduler_output.num_invalid_spec_tokens = trimmed_drafts(
                 scheduler_output.scheduled_spec_decode_tokens,
                 model_runner_output.req_ids,

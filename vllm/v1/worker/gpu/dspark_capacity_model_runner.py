@@ -57,7 +57,7 @@ class CapacityModelOutput(AsyncModelRunnerOutput):
         self,
         inner: AsyncModelRunnerOutput,
         plan: StepPlan,
-        depth_of_load: tuple[int, ...],
+        depth_of_load: tuple[int, ...] | None,
         verified: tuple[torch.Tensor, torch.cuda.Event] | None,
     ):
         self._inner, self._plan, self._verified = inner, plan, verified
@@ -98,6 +98,7 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         super().__init__(vllm_config, device)
         self.capacity: CapacityManager | None = None
         self._step_plan = FIXED
+        self._sent_depths: tuple[int, ...] | None = None
         self._report_buffers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
         self._pending_verified: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
@@ -239,7 +240,10 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             self.req_states.draft_tokens.clamp_(min=0)
         if isinstance(output, AsyncModelRunnerOutput):
             table = self.capacity.depth_of_load
-            return CapacityModelOutput(output, plan, table, verified)
+            unchanged, self._sent_depths = table is self._sent_depths, table
+            return CapacityModelOutput(
+                output, plan, None if unchanged else table, verified
+            )
         return output
 
     def _start_report_copy(self) -> None:

@@ -38,6 +38,7 @@ SCENARIOS = ("drift", "lost-broadcast", "orders")
 CHURN_LOADS = (1, 2, 8, 24, 64)
 ABORT_PROBABILITY = 0.02
 BENCH = "check_tensor_parallel"
+WORKER_EXTENSION = "benchmarks.sweep.rank_faults.RankFaultExtension"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -171,7 +172,6 @@ def run_scenario(args: argparse.Namespace, name: str, pipe: Connection) -> None:
 
 
 def _build(args: argparse.Namespace) -> Any:
-    from benchmarks.sweep.rank_faults import EXTENSION
     from vllm import LLM
 
     depth = args.num_speculative_tokens
@@ -195,7 +195,7 @@ def _build(args: argparse.Namespace) -> Any:
         disable_log_stats=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=WORKER_EXTENSION,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )
 

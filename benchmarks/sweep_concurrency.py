@@ -266,7 +266,9 @@ def sweep(args: argparse.Namespace, arms: list[ArmProcess]) -> list[Record]:
         case = {"concurrency": concurrency, "acceptance": args.acceptance}
         rates = [f["tok_s"] for f in found]
         steps = {
-            k: v for k, v in found[-1].items() if k.startswith(("num", "mean", "step"))
+            k: v
+            for k, v in found[-1].items()
+            if k.startswith(("num", "mean", "step", "surv"))
         }
         bench = "sweep_concurrency"
         records += [

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+# What the ranks apply, JSON: {"rates": unconditional acceptance by position}.
+SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
+# By name only: importing it in this process would leave nothing to the ranks.
+WORKER_EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
+
 
 @dataclass(frozen=True)
 class EngineSetup:
@@ -80,7 +85,6 @@ def run(setup: EngineSetup, pipe: Connection) -> None:
 def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
     """Start the engine; return it and rank 0's description of it."""
     from benchmarks.sweep.arms import Arm
-    from benchmarks.sweep.worker import EXTENSION, SETUP_VARIABLE
 
     arm = Arm.parse(setup.arm)
     config = arm.speculative_config(setup.draft, setup.full_depth)
@@ -89,7 +93,7 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
         rates = setup.rates[: config["num_speculative_tokens"]]
         config["rejection_sample_method"] = "synthetic"
         config["synthetic_acceptance_rates"] = list(rates)
-        worker["rates"] = rates
+        worker["rates"] = list(rates)
     os.environ[SETUP_VARIABLE] = json.dumps(worker)
 
     from vllm import LLM
@@ -98,12 +102,12 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
         model=setup.target,
         speculative_config=config,
         disable_log_stats=True,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=WORKER_EXTENSION,
         **setup.llm,
     )
     if arm.kind == "pinned":
         llm.collective_rpc("sweep_hold_depth", args=(arm.depth,))
-    return llm, llm.collective_rpc("sweep_start")[0]
+    return llm, llm.collective_rpc("sweep_start", args=(worker,))[0]
 
 
 def _random_prompts(load: Load) -> list[dict[str, list[int]]]:

@@ -6,8 +6,6 @@ from typing import Any
 
 from benchmarks.sweep.worker import SweepWorkerExtension
 
-EXTENSION = "benchmarks.sweep.rank_faults.RankFaultExtension"
-
 
 class RankFaultExtension(SweepWorkerExtension):
     """Worker extension that makes ranks disagree and times their broadcasts."""

@@ -2,7 +2,8 @@
 """What the sweep does inside every worker process, through ``worker_extension_cls``.
 
 vLLM imports this module in each rank before the model is built, so it is the place
-for what must be in a captured graph; ``SETUP_VARIABLE`` says what that is.
+for what must be in a captured graph; ``SETUP_VARIABLE`` says what that is. Nothing
+else may import it first: it acts once, at import.
 """
 
 import itertools
@@ -12,9 +13,7 @@ import statistics
 import time
 from typing import Any
 
-# JSON: {"rates": unconditional acceptance by position, or null}.
-SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
-EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
+from benchmarks.sweep.engine import SETUP_VARIABLE
 
 
 class StepProbe:
@@ -83,7 +82,13 @@ class StepProbe:
             "mean_budget": _mean(trimmed),
             "mean_next_depth": _mean(depths),
             "step_ms": _step_ms(steps),
+            "survival_prior": self._survival_prior(),
         }
+
+    def _survival_prior(self) -> list[float] | None:
+        """Return the mean survival by position that capacity has learned."""
+        capacity = getattr(self._runner, "capacity", None)
+        return None if capacity is None else capacity.mirror.prior.tolist()
 
 
 class SweepWorkerExtension:
@@ -91,8 +96,20 @@ class SweepWorkerExtension:
 
     model_runner: Any
 
-    def sweep_start(self) -> dict[str, Any]:
-        """Start the probe and describe the engine."""
+    def sweep_start(self, setup: dict[str, Any]) -> dict[str, Any]:
+        """Start the probe and describe the engine.
+
+        Args:
+            setup: What this rank must have applied before the model was built.
+
+        Raises:
+            RuntimeError: It was not, so the arm would not be what it says.
+        """
+        if setup != _APPLIED:
+            raise RuntimeError(
+                f"this rank applied {_APPLIED} instead of {setup}: {__name__} was "
+                f"imported before {SETUP_VARIABLE} was set"
+            )
         self._sweep_probe = StepProbe(self.model_runner)
         return self._sweep_probe.describe()
 
@@ -154,10 +171,6 @@ def _report_true_confidence(rates: list[float]) -> None:
     Qwen3DSparkForCausalLM.compute_confidence = compute_confidence
 
 
-def _apply_setup() -> None:
-    setup = json.loads(os.environ.get(SETUP_VARIABLE, "{}"))
-    if setup.get("rates"):
-        _report_true_confidence(setup["rates"])
-
-
-_apply_setup()
+_APPLIED = json.loads(os.environ.get(SETUP_VARIABLE, "{}"))
+if _APPLIED.get("rates"):
+    _report_true_confidence(_APPLIED["rates"])

@@ -194,6 +194,14 @@ NO_EFFECT = [
     ),
     ({"dspark_sps_cache": "curves", "dspark_sps_curve": CURVE}, "dspark_sps_cache"),
     (
+        {"dspark_draft_depths": [3, 7], "dspark_budget_frac": 0.5},
+        "dspark_draft_depths",
+    ),
+    (
+        {"dspark_draft_depths": [0, 7], "dspark_confidence_threshold": 0.5},
+        "dspark_draft_depths",
+    ),
+    (
         {
             "dspark_confidence_temperature": 2.0,
             "dspark_confidence_threshold": 0.5,
@@ -313,9 +321,9 @@ def test_default_depths_increase_from_the_smallest_to_k(k_and_min):
 
 
 @pytest.mark.parametrize("keys", [{"confidence_threshold": 0.5}, {"budget_frac": 0.5}])
-def test_modes_without_costs_leave_k_alone_unless_depths_are_listed(keys):
+def test_modes_without_costs_draft_k_whether_listed_or_not(keys):
     assert read(**keys).resolve_depths(7, NO_ENV) == (7,)
-    assert read(**keys, draft_depths=[3, 7]).resolve_depths(7, NO_ENV) == (3, 7)
+    assert read(**keys, draft_depths=[7, 7]).resolve_depths(7, NO_ENV) == (7,)
 
 
 def test_dynamic_depth_off_leaves_k_alone():

@@ -73,7 +73,8 @@ class DSparkCapacityConfig:
     """Milliseconds >= 0 added to every step of the curve. 0: none."""
     dspark_draft_depths: tuple[int, ...] | None = None
     """Draft depths that may be used, each in [0, K] and K among them; more depths
-    cost start-up time and graph memory. None: see default_draft_depths."""
+    cost start-up time and graph memory. Only curve mode chooses among several.
+    None: see default_draft_depths."""
     dspark_sps_cache: str = "off"
     """Directory that keeps measured curves between starts. "off": measure at
     every start."""
@@ -219,6 +220,12 @@ class DSparkCapacityConfig:
                 f"{self.mode} mode has no curve",
                 'use "dspark_sps_curve"',
             )
+        if self.mode in ("threshold", "fraction") and self._num_depths > 1:
+            raise self._no_effect(
+                "dspark_draft_depths",
+                f"{self.mode} mode has no costs to choose a depth by and drafts K",
+                'list K alone, or use "dspark_sps_curve"',
+            )
         if self.dspark_sps_curve != "auto" and self.dspark_sps_cache != "off":
             raise self._no_effect(
                 "dspark_sps_cache",
@@ -231,6 +238,10 @@ class DSparkCapacityConfig:
                 "online STS fits the temperatures",
                 'set "dspark_online_sts": false',
             )
+
+    @property
+    def _num_depths(self) -> int:
+        return len(self.dspark_draft_depths or ())
 
     def _no_effect(
         self, name: str, why: str, way_out: str

@@ -116,6 +116,17 @@ def test_limits_are_those_of_the_admission_kernel(build):
         build(**AUTO, num_speculative_tokens=17)
 
 
+@pytest.mark.parametrize("value", [True, "7", 7.0])
+def test_k_of_another_type_is_refused(build, value):
+    keys = {"num_speculative_tokens": value}
+    assert build(**keys).num_speculative_tokens in (1, 7), "premise: upstream takes it"
+    with pytest.raises(ValueError) as caught:
+        build(**AUTO, **keys)
+    text = str(caught.value)
+    assert f"num_speculative_tokens={value!r}" in text
+    assert "an integer in [1, 16]" in text and "for example 7" in text
+
+
 def test_adaptive_verification_of_another_type_is_refused(build):
     with pytest.raises(ValueError, match="enable_adaptive_verification=no"):
         build(**AUTO, enable_adaptive_verification="no")

@@ -28,7 +28,7 @@ from vllm.config.dspark_capacity import (
     DSparkCapacityEnv,
 )
 from vllm.config.dspark_environ import REHEARSAL_VARIABLE
-from vllm.config.dspark_values import unknown_name
+from vllm.config.dspark_values import is_int, unknown_name
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.platforms import current_platform
@@ -193,7 +193,16 @@ def has_confidence_head(spec: SpeculativeConfig) -> bool:
 
 
 def _check_num_tokens(num_tokens: Any) -> None:
-    if isinstance(num_tokens, int) and num_tokens > MAX_DRAFT_TOKENS:
+    """Check K as it was given; None leaves it to the draft's block size."""
+    if num_tokens is not None and not is_int(num_tokens):
+        # Upstream would take true for 1 and "7" for 7.
+        _refuse(
+            "num_speculative_tokens",
+            num_tokens,
+            f"an integer in [1, {MAX_DRAFT_TOKENS}], not {type(num_tokens).__name__}",
+            "Give a number, for example 7",
+        )
+    if num_tokens is not None and num_tokens > MAX_DRAFT_TOKENS:
         _refuse(
             "num_speculative_tokens",
             num_tokens,

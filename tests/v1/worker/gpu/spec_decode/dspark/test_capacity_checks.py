@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input to draft admission is refused with an error that names it."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +10,10 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity import (
     MAX_ADMISSION_REQS,
     MAX_ADMISSION_STEPS,
     admit_drafts,
+    assign_capacities,
     warm_up,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import check_slots
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
     make_admission_inputs,
 )
@@ -61,3 +64,40 @@ def test_bad_input_is_named(change, words):
 def test_sizes_beyond_the_kernel_are_refused_at_start_up(num_reqs, num_steps, words):
     with pytest.raises(ValueError, match=words):
         warm_up(num_reqs, num_steps, DEVICE)
+
+
+def _assign(slots=(0, 1), budget=2, dtype=torch.int64):
+    idx_mapping = torch.tensor(slots, dtype=dtype)
+    scheduled = torch.full((len(slots),), 3, dtype=torch.int32)
+    return assign_capacities(torch.ones(2, 3), idx_mapping, scheduled, budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("slot", [2, -2, 2**31 - 1])
+def test_a_slot_out_of_range_is_named_on_the_cpu(slot, dtype):
+    with pytest.raises(IndexError) as caught:
+        _assign((0, slot), dtype=dtype)
+    text = str(caught.value)
+    assert f"idx_mapping[1] is {slot}" in text
+    assert "0 to 1 is allowed" in text and "pass the slot" in text
+
+
+def test_padding_and_the_last_slot_are_in_range():
+    assert _assign((-1, 1, 0), budget=6).tolist() == [0, 3, 3]
+
+
+def test_slots_on_a_device_are_not_read():
+    # A meta tensor has no values: reading any would raise.
+    check_slots(torch.full((2,), 99, device="meta"), 2)
+
+
+@pytest.mark.parametrize("budget", [2.0, True, None, "2", torch.tensor(2)])
+def test_a_budget_that_is_no_integer_is_named(budget):
+    with pytest.raises(TypeError) as caught:
+        _assign(budget=budget)
+    text = str(caught.value)
+    assert f"draft_budget is {budget!r}" in text and "use int(...)" in text
+
+
+def test_a_numpy_integer_is_a_budget():
+    assert _assign(budget=np.int32(3)).tolist() == _assign(budget=3).tolist() == [2, 1]

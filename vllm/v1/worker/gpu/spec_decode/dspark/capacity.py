@@ -27,7 +27,9 @@ import triton.language as tl
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import (
     MAX_ADMISSION_REQS,
     MAX_ADMISSION_STEPS,
+    check_budget,
     check_scalars,
+    check_slots,
     check_tensors,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
@@ -265,6 +267,7 @@ def admit_drafts(
         min_survival: Slots below it count like survival 0. 0 = off. In [0, 1].
 
     Raises:
+        TypeError: The budget is no integer.
         ValueError: A shape, dtype, device, layout or range is not as above.
 
     Source: DESIGN.md, 3.3; ranking and TP ties: vllm
@@ -274,9 +277,10 @@ def admit_drafts(
     inputs = (idx_mapping, scheduled_drafts, num_non_draft_tokens)
     outputs = (capacities_out, cu_num_logits_out, query_start_loc_out)
     check_tensors(confidence_probs, inputs, outputs)
+    check_budget(draft_budget)
     num_reqs = idx_mapping.shape[0]
     num_slots, num_steps = confidence_probs.shape
-    draft_budget = max(draft_budget, 0)
+    draft_budget = max(int(draft_budget), 0)
     check_scalars(num_reqs, num_steps, draft_budget, num_bonus_tokens, min_survival)
     if not runs_admission_kernel(confidence_probs.device):
         admit_drafts_reference(
@@ -322,16 +326,21 @@ def assign_capacities(
 
     Args:
         confidence_probs: As in ``admit_drafts``. Shape [S, K], float32.
-        idx_mapping: Batch row to request slot. Shape [R], int32 or int64.
+        idx_mapping: Batch row to request slot, or -1 for padding. Shape [R], int32
+            or int64. On a device the values are not looked at, which would cost a
+            synchronisation: a row outside [0, S) then counts as padding.
         scheduled_drafts: Drafts that may be admitted. Shape [R], int32.
         draft_budget: Most drafts to admit over the batch.
 
     Returns:
-        Capacities. Shape [R], int32, on the device of the inputs.
+        Capacities. Shape [R], int32, on the device of the inputs; 0 for padding.
 
     Raises:
+        IndexError: A CPU ``idx_mapping`` holds a slot outside [-1, S).
+        TypeError: The budget is no integer.
         ValueError: As ``admit_drafts``.
     """
+    check_budget(draft_budget)
     num_reqs = idx_mapping.shape[0]
     num_offsets = num_reqs + 1
     scratch = scheduled_drafts.new_empty(num_reqs + 2 * num_offsets)
@@ -348,6 +357,8 @@ def assign_capacities(
         cu_num_logits_out=offsets[0],
         query_start_loc_out=offsets[1],
     )
+    # Last, because admit_drafts has checked the tensors by now.
+    check_slots(idx_mapping, confidence_probs.shape[0])
     return capacities
 
 

@@ -3,6 +3,7 @@
 
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 # Largest blocks that the kernel is compiled for (capacity.py).
@@ -59,6 +60,44 @@ def check_scalars(
                 f"Draft admission: {name} is {value}, but {low} to {high} is "
                 f"allowed; {way_out}."
             )
+
+
+def check_budget(draft_budget: int) -> None:
+    """Check the type of a budget, before any arithmetic with it.
+
+    Raises:
+        TypeError: It is no integer; a fraction of a draft cannot be admitted, and a
+            tensor would have to be read from the device.
+    """
+    is_bool = isinstance(draft_budget, bool)
+    if isinstance(draft_budget, (int, np.integer)) and not is_bool:
+        return
+    raise TypeError(
+        f"Draft admission: draft_budget is {draft_budget!r}, a "
+        f"{type(draft_budget).__name__}, but an integer is needed; use int(...)."
+    )
+
+
+def check_slots(idx_mapping: torch.Tensor, num_slots: int) -> None:
+    """Check request slots, of a CPU tensor only: a device would have to be waited for.
+
+    Args:
+        idx_mapping: Batch row to request slot. Shape [R], int32 or int64.
+        num_slots: Rows of the confidences, S.
+
+    Raises:
+        IndexError: A slot of a CPU tensor is neither -1 (padding) nor in [0, S).
+    """
+    if idx_mapping.device.type != "cpu":
+        return
+    wrong = ((idx_mapping < -1) | (idx_mapping >= num_slots)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise IndexError(
+            f"Draft admission: idx_mapping[{row}] is {int(idx_mapping[row])}, but "
+            f"confidence_probs has {num_slots} rows: 0 to {num_slots - 1} is allowed, "
+            "and -1 for padding; pass the slot of each batch row."
+        )
 
 
 def check_tensors(

@@ -225,7 +225,15 @@ def unlink(site: Path) -> int:
 
     Returns:
         Number of links removed.
+
+    Raises:
+        LinkError: ``site`` holds no package that a link could be in.
     """
+    if not any((site / package).is_dir() for package in PACKAGES):
+        raise LinkError(
+            f"no vllm package in {site}, so nothing of ours to remove. Give --site "
+            "the directory that holds vllm/."
+        )
     names = sorted(linked_files(site))
     for name in names:
         remove_link(site, name)

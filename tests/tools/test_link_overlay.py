@@ -160,6 +160,14 @@ def test_remove_restores_the_site(checkout, site, distribution):
     assert snapshot(site) == before
 
 
+@pytest.mark.parametrize("name", ["nonexistent", "empty"])
+def test_remove_from_a_place_without_vllm_is_refused(checkout, tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    error = refused(checkout, tmp_path / name, {}, "--remove")
+    assert f"no vllm package in {tmp_path / name}" in error
+    assert "Give --site" in error
+
+
 def test_remove_takes_links_made_by_hand(checkout, site):
     name = "vllm/config/dspark_capacity.py"
     (site / name).symlink_to(checkout / name)

@@ -412,6 +412,28 @@ def test_example_curve_slows_down_between_one_and_eight_requests():
     assert rates[64] < 0.3 * rates[8], "eight are not"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("taken", "is a directory"), ("file/demo.json", "cannot be written")],
+)
+def test_unusable_result_path_is_a_usage_error(tmp_path, capsys, name, reason):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as caught:
+        options.parse_settings(["--device", "cpu", "--json", str(tmp_path / name)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert f"--json: {str(tmp_path / name)!r}: {reason}" in error
+    assert "out/demo.json" in error
+
+
+def test_result_path_in_a_new_folder_is_usable(tmp_path):
+    path = tmp_path / "new" / "folder" / "demo.json"
+    settings = options.parse_settings(["--device", "cpu", "--json", str(path)])
+    assert settings.json_path == path
+    assert list(path.parent.iterdir()) == [], "nothing is left by the check"
+
+
 def test_defaults_follow_the_device():
     cpu = options.parse_settings(["--device", "cpu"])
     assert cpu.concurrency == (1, 2, 4, 8) and cpu.num_prompts >= 8

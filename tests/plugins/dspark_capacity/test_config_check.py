@@ -43,13 +43,14 @@ def plugin(monkeypatch):
     """Register as a process without the rehearsal does; undo it afterwards.
 
     A CPU has neither Triton nor CUDA graphs. What the rehearsal does about that is
-    tested with it; here vLLM is only told that it has them.
+    tested with it; here vLLM is only told that it has them, from within: taking away
+    a rehearsal row of an earlier test would take what was told before along.
     """
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     platform = type(current_platform)
-    monkeypatch.setattr(platform, "support_static_graph_mode", lambda self: True)
-    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
-    with registered_without_rehearsal(monkeypatch):
+    with registered_without_rehearsal(monkeypatch), monkeypatch.context() as told:
+        told.setattr(platform, "support_static_graph_mode", lambda self: True)
+        told.setattr(vllm.config.vllm, "HAS_TRITON", True)
         yield
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import vllm.platforms
+from tests.helpers.config_models import clean_plugin_state
 from vllm.config import CompilationMode
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import dspark_cpu_rehearsal as rehearsal
+from vllm.plugins.dspark_capacity import seam, seams
 
 if not vllm.platforms.current_platform.is_cpu():
     pytest.skip("the rehearsal is for vLLM's CPU build", allow_module_level=True)
@@ -178,6 +180,22 @@ def test_a_graph_without_capture_cannot_be_replayed():
         graphs.RehearsalGraph().replay()
 
 
+@pytest.fixture
+def worker_rows():
+    """The rows that a rehearsal worker installs, and no others."""
+    with clean_plugin_state():
+        seams.install(seam.Scope.REHEARSAL_WORKER)
+        yield
+
+
+@pytest.mark.parametrize(("module", "name"), [(torch, "Event"), (torch.cuda, "Event")])
+def test_events_of_a_worker_have_a_time(worker_rows, module, name):
+    first, last = (getattr(module, name)(enable_timing=True) for _ in range(2))
+    first.record()
+    last.record()
+    assert first.elapsed_time(last) > 0.0
+
+
 def test_events_measure_wall_clock_milliseconds():
     first, last = graphs.RehearsalEvent(enable_timing=True), graphs.RehearsalEvent()
     before = time.perf_counter()
@@ -217,6 +235,15 @@ def test_each_draft_layer_gets_its_own_k_norm():
     torch.testing.assert_close(
         upstream(layers, keys)[1], torch_rms_norm(keys[1], weights[0])
     )
+
+
+def test_draft_layers_of_a_worker_get_their_own_k_norm(worker_rows):
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    weights = torch.tensor([1.0, 3.0])[:, None].expand(2, 64).contiguous()
+    keys = torch.ones(2, 1, 1, 64)
+    normed = DFlashQwen3Model._normalize_context_k(DraftLayers(weights), keys)
+    torch.testing.assert_close(normed, weights[:, None, None, :])
 
 
 def test_a_shared_k_norm_is_left_to_vllm():

@@ -6,6 +6,8 @@
 Arms (one thread, no GPU needed):
   * ``plan_budget``: budget of the drafts in hand;
   * ``plan_step``: depth of the next drafts, then the budget;
+  * ``serve_step``: ``plan_budget`` with corrected costs, and what a step adds to learn
+    from its time;
   * ``upstream.get_num_tokens``: the same decision in vLLM's adaptive verification;
   * ``upstream.reallocate_drafts``: what its decision costs the host afterwards. Its
     tensors are on the CPU and its ranking is left out, so this is a lower bound.
@@ -16,6 +18,7 @@ timed. Warm caches; the time of a call is the mean of a short burst.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +38,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     plan_step,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.sps_curve import StepCosts
+from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
+    PlannedBatch,
+    StepCorrector,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 
 BURST = 20
 # Upstream's ranking of drafts on the device.
@@ -95,6 +103,18 @@ def make_arms(num_reqs: int, k: int, seed: int) -> dict[str, Callable[[], object
         next_survival=np.cumprod(np.full(k, 2 / 3)),
         depths=costs.depths,
     )
+    corrector = StepCorrector(costs, StepTimes(SimpleNamespace(world_size=1), None))
+    batch = PlannedBatch(num_reqs, num_reqs * (k + 1), k, False, True, 500.0)
+    serials = itertools.count(1)
+
+    def serve_step() -> object:
+        corrector.learn()
+        plan = plan_budget(inputs, costs, correction=corrector.correction)
+        serial = next(serials)
+        corrector.note(serial, batch, k)
+        corrector.times.add(serial, BASE_MS)
+        return plan
+
     manager, req_ids = make_upstream(costs, confidences)
     tokens = dict.fromkeys(req_ids, k + 1)
     drafts = {r: [0] * k for r in req_ids}
@@ -113,6 +133,7 @@ def make_arms(num_reqs: int, k: int, seed: int) -> dict[str, Callable[[], object
     return {
         "plan_budget": lambda: plan_budget(inputs, costs),
         "plan_step": lambda: plan_step(inputs, costs),
+        "serve_step": serve_step,
         "upstream.get_num_tokens": lambda: manager.get_num_tokens(tokens, drafts),
         "upstream.reallocate_drafts": reallocate,
     }

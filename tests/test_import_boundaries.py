@@ -26,6 +26,9 @@ PURE = {
     f"{DSPARK}/knee.py": {"numpy"},
     f"{DSPARK}/sps_curve.py": {"numpy"},
     f"{DSPARK}/planner.py": {"numpy"},
+    f"{DSPARK}/context_costs.py": {"numpy"},
+    f"{DSPARK}/cost_cache.py": set(),
+    f"{DSPARK}/cost_correction.py": {"numpy"},
 }
 # checks.py asks a source tree without metadata for its version.
 ALLOWED_MODULES = {"vllm/plugins/dspark_capacity/checks.py": {"vllm._version"}}

@@ -159,7 +159,10 @@ BAD_VALUES += [
     ("dspark_draft_depths", value)
     for value in ([], 7, "1,7", [1, True], [1, 2.0], [-1, 7], ["1"], {"1": 7})
 ]
-BAD_VALUES += [("dspark_sps_cache", value) for value in ("", " ", None, True, __file__)]
+BAD_VALUES += [
+    ("dspark_sps_cache", value)
+    for value in ("", " ", None, True, __file__, "/dev/null/x", "a\0b")
+]
 BAD_VALUES += [
     ("dspark_sps_curve", value)
     for value in (True, 3, "", "no/such/file.json", "AUTO", ".")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.config import dspark_values as values
 from vllm.config.dspark_capacity import (
     DSparkCapacityConfig,
     DSparkCapacityConfigError,
@@ -142,3 +143,26 @@ def test_largest_allowed_file_is_read(tmp_path):
 def test_long_values_are_shortened_in_the_message():
     text = refusal([[1, 1.0]] * 10_000)
     assert len(text) < 1000
+
+
+def test_directory_may_exist_or_be_made_and_is_not_made_here(tmp_path):
+    new = tmp_path / "a" / "b"
+    for path in (tmp_path, new):
+        assert values.read_directory("key", str(path), off="off") == str(path)
+    assert not new.exists()
+    assert values.read_directory("key", "off", off="off") == "off"
+
+
+@pytest.mark.parametrize("under", ["", "/x", "/x/y"])
+def test_file_in_the_way_of_a_directory_is_named(tmp_path, under):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(values.DSparkCapacityConfigError) as error:
+        values.read_directory("key", f"{file}{under}", off="off")
+    assert f"{file} is not a directory" in str(error.value)
+
+
+def test_directory_without_permission_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(values.os, "access", lambda *_: False)
+    with pytest.raises(values.DSparkCapacityConfigError, match="cannot be written to"):
+        values.read_directory("key", str(tmp_path / "new"), off="off")

@@ -31,8 +31,9 @@ class FakeGroup:
         broadcasts: Copies of the tensors that were broadcast, as they came in.
     """
 
-    def __init__(self, world_size=1, rank_0_value=None):
+    def __init__(self, world_size=1, rank_0_value=None, rank_in_group=0):
         self.world_size, self.rank_0_value = world_size, rank_0_value
+        self.rank_in_group = rank_in_group
         self.broadcasts = []
 
     def broadcast(self, tensor, src=0):
@@ -65,6 +66,7 @@ def make_req_states(max_num_reqs=MAX_NUM_REQS, num_steps=K):
         num_speculative_steps=num_steps,
         max_num_batched_tokens=max_num_reqs * (num_steps + 1),
         device=DEVICE,
+        num_computed_tokens_np=np.zeros(max_num_reqs, dtype=np.int32),
     )
 
 

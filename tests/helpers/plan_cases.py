@@ -34,6 +34,8 @@ def random_costs(rng):
         {d: rising(size, 0.1 * (d + 1)) for d in DEPTHS},
         rising(MAX_NUM_REQS * (K + 1) + 21, 0.1),
         overhead_ms=float(rng.random()),
+        verify_context_ms={d: rising(size, 1e-4) - 1.0 for d in DEPTHS},
+        draft_context_ms={d: rising(size, 1e-5) - 1.0 for d in DEPTHS},
     )
 
 
@@ -84,4 +86,5 @@ def random_inputs(rng, *, quantised=False, dtype=np.float64):
         max_draft_budget=int(rng.choice([0, 3, 9, NO_CAP])),
         current_depth=int(rng.choice(DEPTHS)),
         next_survival=np.sort(rng.random(K))[::-1],
+        context_tokens=float(rng.choice([0, 128, 9000])),
     )

@@ -26,6 +26,7 @@ MAX_REQS = 10
 NUM_DRAFTS = 7
 KNEE = 4
 PREFILL_TOKENS = 5
+MAX_TOKENS = 128
 # Steps over which the load rises, and then falls: across the knee each time.
 PHASE_STEPS = 20
 FAULT_STEP = 50
@@ -44,8 +45,10 @@ class Scenario:
         num_steps: Steps to run.
         fault: What goes wrong from step ``FAULT_STEP`` on: ``no_broadcast`` of rank
             0's confidences; ``host_view``: rank 1 plans with other survivals;
-            ``device_view``: rank 1 ranks by other confidences; None: nothing.
+            ``device_view``: rank 1 ranks by other confidences;
+            ``own_times``: each rank learns from its own step times; None: nothing.
         check: Level of VLLM_DSPARK_TP_CHECK.
+        times: Whether steps are timed: rank 0's swing, rank 1's are short.
         keys: The ``dspark_*`` keys.
     """
 
@@ -53,6 +56,7 @@ class Scenario:
     num_steps: int = 100
     fault: str | None = None
     check: int = 0
+    times: bool = False
     keys: dict[str, Any] = field(default_factory=lambda: {"dspark_sps_curve": CURVE})
 
 
@@ -66,6 +70,7 @@ class RankTrace:
         num_drifted: Steps in which this rank's confidences were changed.
         num_nan_rows: Rows that the mirror saw with a NaN.
         error: Type and message of what the manager raised; None if nothing.
+        num_factors: Cost factors that measured times have moved.
     """
 
     plans: list[list[int]]
@@ -73,6 +78,28 @@ class RankTrace:
     num_drifted: int
     num_nan_rows: int
     error: str | None
+    num_factors: int = 0
+
+
+def measured_keys() -> dict[str, Any]:
+    """Return keys with full cost tables, which serving corrects."""
+    depths, reqs = (1, 2, 3, 5, 7), np.arange(MAX_REQS + 1)
+    document = {
+        "schema": "vllm-dspark-sps-curve",
+        "version": 1,
+        "sps_curve": CURVE,
+        "draft_ms": {str(d): (0.1 * d * reqs).tolist() for d in depths},
+        "verify_uniform_ms": {
+            str(d): (8.0 + 0.3 * reqs * (d + 1)).tolist() for d in depths
+        },
+        "verify_context_ms": {},
+        "draft_context_ms": {},
+        "verify_varlen_ms": (8.0 + 0.3 * np.arange(MAX_TOKENS + 1)).tolist(),
+        "overhead_ms": 0.0,
+        "whole_step": False,
+        "num_stalled_samples": 0,
+    }
+    return {"dspark_sps_curve": document}
 
 
 def run_ranks(
@@ -218,6 +245,9 @@ def _make_manager(scenario: Scenario) -> Any:
     import torch
 
     import vllm.v1.worker.cpu.shm  # noqa: F401  (torch.cuda names on a CPU)
+
+    # Its placeholders of events have no clock.
+    torch.cuda.Event.elapsed_time = lambda self, end: 1.0
     from vllm.config.dspark_capacity import DSparkCapacityConfig
     from vllm.config.dspark_environ import DSparkCapacityEnv
     from vllm.v1.worker.gpu.spec_decode.capacity import VarlenCapacityManager
@@ -232,7 +262,8 @@ def _make_manager(scenario: Scenario) -> Any:
             max_num_reqs=MAX_REQS,
             device=torch.device("cpu"),
             num_speculative_steps=NUM_DRAFTS,
-            max_num_batched_tokens=128,
+            max_num_batched_tokens=MAX_TOKENS,
+            num_computed_tokens_np=np.zeros(MAX_REQS, dtype=np.int32),
         ),
         num_bonus_tokens=1,
         max_total_logits=128,
@@ -242,6 +273,8 @@ def _make_manager(scenario: Scenario) -> Any:
 
 
 def _break(manager: Any, fault: str, rank: int) -> None:
+    if fault == "own_times":
+        manager.planner.corrector.times._group = SimpleNamespace(world_size=1)
     if fault == "no_broadcast":
         # Of the manager only: the check keeps the real group.
         manager._tp_group = SimpleNamespace(
@@ -261,6 +294,16 @@ def _break(manager: Any, fault: str, rank: int) -> None:
             mirror.probs.copy_(1.0 - mirror.probs)
 
         mirror.publish = publish_and_change
+
+
+def _time_steps(manager: Any, rank: int) -> None:
+    """Replace the measured times of a rank; placeholders of events have no clock."""
+    times = manager.planner.corrector.times
+
+    def add(serial: int, _: float) -> None:
+        times.add(serial, 30.0 + 20.0 * np.sin(serial / 40) if rank == 0 else 9.0)
+
+    manager.mirror.on_step_time = add
 
 
 def _step(manager: Any, work: Workload, drift: Drift, depth: int) -> tuple[Any, list]:
@@ -289,6 +332,8 @@ def _step(manager: Any, work: Workload, drift: Drift, depth: int) -> tuple[Any, 
 
 def _run(scenario: Scenario, rank: int) -> RankTrace:
     manager = _make_manager(scenario)
+    if scenario.times:
+        _time_steps(manager, rank)
     work, drift = Workload(seed=0), Drift(scenario.drift if rank == 1 else "none")
     plans: list[list[int]] = []
     capacities: list[list[int]] = []
@@ -305,7 +350,12 @@ def _run(scenario: Scenario, rank: int) -> RankTrace:
     except RuntimeError as e:
         error = f"{type(e).__name__}: {e}"
     nan_rows = manager.mirror.num_nan_rows
-    return RankTrace(plans, capacities, drift.num_applied, nan_rows, error)
+    moved = 0
+    if manager.planner.corrector is not None:
+        correction = manager.planner.corrector.correction
+        rows = [*correction.uniform.values(), *correction.varlen.values()]
+        moved = int(sum((row != 1.0).sum() for row in rows))
+    return RankTrace(plans, capacities, drift.num_applied, nan_rows, error, moved)
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from vllm.config.dspark_values import (
     is_int,
     load_sps_curve,
     read_choice,
+    read_directory,
     read_number,
     read_sps_curve,
     unknown_name,
@@ -76,8 +77,8 @@ class DSparkCapacityConfig:
     cost start-up time and graph memory. Only curve mode chooses among several.
     None: see default_draft_depths."""
     dspark_sps_cache: str = "off"
-    """Directory that keeps measured curves between starts. "off": measure at
-    every start."""
+    """Directory that keeps measured costs between starts, a file for each
+    configuration. "off": measure at every start."""
 
     @classmethod
     def from_keys(
@@ -305,24 +306,6 @@ def _read_depths(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(value)))
 
 
-def _read_cache(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise bad_value(
-            name,
-            value,
-            allowed='"off" or a directory',
-            way_out="Give a directory or leave the key out",
-        )
-    if value != "off" and os.path.exists(value) and not os.path.isdir(value):
-        raise bad_value(
-            name,
-            value,
-            allowed='"off" or a directory, and this path is not one',
-            way_out="Give a directory or leave the key out",
-        )
-    return value
-
-
 _READERS = {
     "dspark_sps_curve": _read_curve,
     "dspark_confidence_threshold": lambda n, v: read_number(n, v, low=0, high=1),
@@ -336,7 +319,7 @@ _READERS = {
     # An hour a step: beyond any use, and sums with it stay finite.
     "dspark_sps_overhead_ms": lambda n, v: read_number(n, v, low=0, high=3.6e6),
     "dspark_draft_depths": _read_depths,
-    "dspark_sps_cache": _read_cache,
+    "dspark_sps_cache": lambda n, v: read_directory(n, v, off="off"),
 }
 _DEFAULTS = {f.name: f.default for f in fields(DSparkCapacityConfig)}
 DSPARK_KEYS: tuple[str, ...] = tuple(_DEFAULTS)

@@ -112,6 +112,32 @@ def read_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     )
 
 
+def read_directory(name: str, value: Any, *, off: str) -> str:
+    """Return a directory that exists or could be made, or ``off``. Makes nothing.
+
+    Raises:
+        DSparkCapacityConfigError: Not a path, a file in its way, or no permission.
+    """
+    way_out = f'Give a directory that can be written to, or "{off}"'
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        allowed = f'"{off}" or a directory'
+        raise bad_value(name, value, allowed=allowed, way_out=way_out)
+    if value == off:
+        return value
+    nearest = os.path.abspath(os.path.expanduser(value))
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    problem = ""
+    if not os.path.isdir(nearest):
+        problem = f"{nearest} is not a directory"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problem = f"{nearest} cannot be written to"
+    if problem:
+        allowed = f'"{off}" or a directory, and {problem}'
+        raise bad_value(name, value, allowed=allowed, way_out=way_out)
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class SpsCurveInput:
     """A steps-per-second curve as the user gave it, checked.

@@ -10,6 +10,7 @@ Adds four things to the stock runner's step and changes nothing else:
 """
 
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from vllm.v1.worker.gpu.spec_decode.capacity import (
 )
 from vllm.v1.worker.gpu.spec_decode.capacity_factory import create_mask_manager
 from vllm.v1.worker.gpu.spec_decode.capacity_profile import measure_sample_ms
-from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import ProfileHooks
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_key import make_cache
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileHooks
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import FIXED, StepPlan
 
 if TYPE_CHECKING:
@@ -97,6 +99,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
     def __init__(self, vllm_config: "VllmConfig", device: torch.device):
         super().__init__(vllm_config, device)
         self.capacity: CapacityManager | None = None
+        # Set before the model is loaded, so that a bad one is refused in seconds.
+        self.cost_cache_directory: Path | None = None
         self._step_plan = FIXED
         self._sent_depths: tuple[int, ...] | None = None
         self._report_buffers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
@@ -148,7 +152,11 @@ class DSparkCapacityModelRunner(GPUModelRunner):
                 measure_sample_ms=lambda: measure_sample_ms(self),
                 set_depth=self._set_dummy_depth,
                 draft_num_reqs=self.speculator.captured_num_reqs,
-            )
+                max_model_len=self.max_model_len,
+                num_kv_tokens=self.kv_cache_config.num_blocks
+                * min(self.block_tables.block_sizes, default=0),
+            ),
+            make_cache(self, self.cost_cache_directory),
         )
         size = super().capture_model(**kwargs)
         self.capacity.finish_start_up()

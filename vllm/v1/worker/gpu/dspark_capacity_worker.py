@@ -6,14 +6,17 @@ is set, so stock deployments never import it.
 """
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
+from vllm.config.dspark_values import bad_value
 from vllm.logger import init_logger
 from vllm.plugins.dspark_capacity.seam import Scope
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import prepare_directory
 from vllm.v1.worker.gpu_worker import Worker
 
 logger = init_logger(__name__)
@@ -35,11 +38,6 @@ def warn_not_built(config: DSparkCapacityConfig, env: DSparkCapacityEnv) -> None
     for name, value, given in (
         ("dspark_online_sts", config.dspark_online_sts, config.dspark_online_sts),
         (
-            "dspark_sps_cache",
-            config.dspark_sps_cache,
-            config.dspark_sps_cache != "off",
-        ),
-        (
             "VLLM_DSPARK_STS_LOG_INTERVAL",
             env.sts_log_interval_s,
             env.sts_log_interval_s,
@@ -49,11 +47,30 @@ def warn_not_built(config: DSparkCapacityConfig, env: DSparkCapacityEnv) -> None
         if given:
             logger.warning_once(
                 "%s=%s has no effect in this release: confidences are used as the "
-                "draft reports them, costs are measured at every start, and the "
-                "statistics line of vLLM carries the capacity figures.",
+                "draft reports them, and the statistics line of vLLM carries the "
+                "capacity figures.",
                 name,
                 value,
             )
+
+
+def prepare_cost_cache(config: DSparkCapacityConfig) -> Path | None:
+    """Return the directory of the cost cache, ready for writing; None if it is off.
+
+    Raises:
+        DSparkCapacityConfigError: It cannot be made or written to on this machine.
+    """
+    if config.dspark_sps_cache == "off":
+        return None
+    try:
+        return prepare_directory(config.dspark_sps_cache)
+    except OSError as e:
+        raise bad_value(
+            "dspark_sps_cache",
+            config.dspark_sps_cache,
+            allowed=f'"off" or a directory that can be written to ({e})',
+            way_out='Give another directory or "off"',
+        ) from e
 
 
 def make_capacity_model_runner(
@@ -67,19 +84,21 @@ def make_capacity_model_runner(
 
     Raises:
         SeamError: This vLLM does not fit the seam table; nothing was changed.
+        DSparkCapacityConfigError: The cost cache cannot be written to.
     """
     from vllm.plugins.dspark_capacity.seams import install
 
     install(Scope.WORKER)
-    warn_not_built(
-        vllm_config.speculative_config.capacity_config,
-        DSparkCapacityEnv.from_environ(os.environ),
-    )
+    config = vllm_config.speculative_config.capacity_config
+    warn_not_built(config, DSparkCapacityEnv.from_environ(os.environ))
+    cache_directory = prepare_cost_cache(config)
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
         DSparkCapacityModelRunner,
     )
 
-    return DSparkCapacityModelRunner(vllm_config, device)
+    runner = DSparkCapacityModelRunner(vllm_config, device)
+    runner.cost_cache_directory = cache_directory
+    return runner
 
 
 class DSparkCapacityWorker(Worker):

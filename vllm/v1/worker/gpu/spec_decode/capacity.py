@@ -22,6 +22,8 @@ at; confidence k + 1 knows draft k and may not.
     hand are drawn; a global search over saw-tooth costs would otherwise admit
     draft k for the sake of draft k + 1. Threshold and fraction modes, the cap at a
     logits chunk and the fallback to verify-all add nothing that depends on them.
+  * Costs: corrected by the times of steps that had ended before the drafts in hand
+    were drawn (for a request that a step left out: of steps that did not judge them).
   * Depth: it bounds drafts that are made later, and only through old confidences.
     Drafts in hand keep the depth they were made at.
 The statistical side is tests/.../dspark/test_non_anticipation.py and
@@ -47,11 +49,13 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import admit_drafts, warm_up
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import StepCorrector
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
     FIXED,
     StepPlan,
     StepPlanner,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 from vllm.v1.worker.gpu.spec_decode.dspark.tp_check import make_tp_check
 
 if TYPE_CHECKING:
@@ -100,6 +104,7 @@ class CapacityManager:
             env,
             costs=self.costs,
             mirror=self.mirror,
+            num_computed_tokens=req_states.num_computed_tokens_np,
             num_speculative_steps=num_steps,
             max_total_logits=max_total_logits,
             num_bonus_tokens=num_bonus_tokens,
@@ -127,6 +132,10 @@ class CapacityManager:
             idx_dtype=torch.int64,
         )
         self.costs.finish()
+        if self.costs.measured:
+            times = StepTimes(self._tp_group, self.req_states.device)
+            self.mirror.on_step_time = times.add
+            self.planner.corrector = StepCorrector(self.costs.step_costs, times)
         self.depth_of_load = self.planner.depth_of_load()
 
     def add_request(self, slot: int) -> None:
@@ -205,6 +214,7 @@ class CapacityManager:
         self.mirror.publish(
             probs, input_batch.idx_mapping, input_batch.idx_mapping_np, draft_depth
         )
+        self.planner.published(draft_depth)
 
 
 class VarlenCapacityManager(CapacityManager):

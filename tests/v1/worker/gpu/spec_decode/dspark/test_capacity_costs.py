@@ -2,12 +2,10 @@
 """Where the step costs come from, and the knee that follows from them."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers.capacity_cases import (
     MAX_NUM_REQS,
@@ -21,14 +19,15 @@ from vllm.v1.worker.gpu.spec_decode.dspark import capacity_costs as module
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import (
     NUM_REPEATS,
     CapacityCosts,
-    ProfileHooks,
-    thin,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import CostCache
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileHooks
 
 AUTO = {"dspark_sps_curve": "auto"}
 FLAT = {"dspark_sps_curve": [[1, 100.0], [1000, 100.0]]}
 STEEP = {"dspark_sps_curve": [[1, 1000.0], [1000, 1.0]]}
 DEPTHS = (1, K)
+CONTEXT_MS = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,10 @@ def make_costs(keys, depths=DEPTHS, **options):
 
 
 class Engine:
-    """Graphs of a made-up engine whose steps cost 1 ms and 0.1 ms a token."""
+    """Graphs of a made-up engine whose steps cost 1 ms and 0.1 ms a token.
+
+    A token of context costs its request 10 ns.
+    """
 
     def __init__(self, *, varlen=(8, 16, 32), uniform=(1, 2, 4)):
         self.varlen, self.uniform = list(varlen), list(uniform)
@@ -63,6 +65,8 @@ class Engine:
             measure_sample_ms=lambda: [(1, 0.0), (101, 1.0)],
             set_depth=self.set_depth,
             draft_num_reqs=lambda depth: self.uniform,
+            max_model_len=8192,
+            num_kv_tokens=100_000,
         )
 
     def set_depth(self, depth):
@@ -75,13 +79,17 @@ class Engine:
         num_reqs = min(tokens // width, MAX_NUM_REQS)
         graph = num_reqs in self.uniform if width > 1 else tokens in self.varlen
         return StepTimingSample(
-            1.0 + 0.1 * tokens, 0.01 * self.depth * num_reqs, tokens, num_reqs, graph
+            1.0 + 0.1 * tokens + CONTEXT_MS * num_reqs * batch["context_len"],
+            0.01 * self.depth * num_reqs,
+            tokens,
+            num_reqs,
+            graph,
         )
 
 
-def profile(costs, engine=None):
+def profile(costs, engine=None, cache=None):
     engine = engine or Engine()
-    costs.bind(engine.hooks)
+    costs.bind(engine.hooks, cache)
     timings = [engine.run(batch) for batch in costs.batches_to_profile()]
     costs.set_samples(timings)
     return timings
@@ -224,20 +232,159 @@ def test_overhead_is_part_of_every_step():
     assert costs.step_costs.uniform_step_ms(K, 1) == pytest.approx(12.5)
 
 
-@settings(deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 5000), min_size=1, unique=True).map(sorted),
-    num_points=st.integers(2, 30),
+def test_context_is_priced_apart_from_the_batch():
+    costs = make_costs(AUTO)
+    profile(costs)
+    tables = costs.step_costs
+    # Premise: 16 tokens were timed as 8 requests with context; none of it is left.
+    assert tables.verify_varlen_ms[16] == pytest.approx(2.75)
+    for depth in DEPTHS:
+        assert tables.context_ms(depth, depth, 4, 1000.0) == pytest.approx(
+            4 * 1000 * CONTEXT_MS
+        )
+
+
+# ---- a file with full tables -------------------------------------------------
+
+
+def file_costs(costs, **changes):
+    document = json.loads(json.dumps(costs.to_json())) | changes
+    return make_costs({"dspark_sps_curve": document, "dspark_sps_overhead_ms": 0.5})
+
+
+def test_full_tables_of_a_file_are_used_where_they_fit(monkeypatch):
+    monkeypatch.setattr(module.logger, "info_once", lambda *_: None)
+    measured = make_costs(AUTO)
+    profile(measured)
+    given = file_costs(measured.step_costs)
+    given.finish()
+    assert given.measured and given.activation_num_reqs == measured.activation_num_reqs
+    assert given.step_costs.draft_ms[1][4] == pytest.approx(0.04)
+    assert given.step_costs.overhead_ms == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"verify_varlen_ms": [1.0, 2.0]}, "max_num_batched_tokens"),
+        ({"draft_ms": {}}, "both need the same depths"),
+    ],
 )
-def test_thin_keeps_the_ends_and_about_the_number_wanted(sizes, num_points):
-    kept = thin(sizes, num_points)
-    assert kept == sorted(set(kept)) and set(kept) <= set(sizes)
-    assert len(kept) <= num_points or kept == sizes
-    assert (kept[0], kept[-1]) == (sizes[0], sizes[-1])
-    if len(sizes) <= num_points:
-        assert kept == sizes
+def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
+    monkeypatch, change, why
+):
+    lines = []
+    monkeypatch.setattr(
+        module.logger, "info_once", lambda text, *args: lines.append(text % args)
+    )
+    measured = make_costs(AUTO)
+    profile(measured)
+    given = file_costs(measured.step_costs, **change)
+    lines.clear()
+    given.finish()
+    assert given.step_costs.whole_step and not given.measured
+    [reason] = [line for line in lines if "using its points" in line]
+    assert why in reason
 
 
-def test_thin_spreads_evenly_in_the_logarithm():
-    kept = np.array(thin(list(range(1, 1025)), 11))
-    np.testing.assert_array_equal(kept, 2 ** np.arange(11))
+def test_file_of_points_alone_needs_no_reason(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        module.logger, "info_once", lambda text, *args: lines.append(text % args)
+    )
+    document = {"schema": "vllm-dspark-sps-curve", "version": 1}
+    document |= {"sps_curve": STEEP["dspark_sps_curve"]}
+    costs = make_costs({"dspark_sps_curve": document})
+    costs.finish()
+    assert costs.step_costs.whole_step
+    assert not any("using its points" in line for line in lines)
+
+
+# ---- the cache ---------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return CostCache(tmp_path, {"model": "m"})
+
+
+def test_equal_configuration_profiles_once(cache):
+    first = make_costs(AUTO)
+    assert profile(first, cache=cache)
+    again = make_costs(AUTO | {"dspark_sps_overhead_ms": 2.0})
+    assert profile(again, cache=cache) == [], "nothing is timed"
+    again.finish()
+    assert again.ready
+    expected = first.step_costs.to_json() | {"overhead_ms": 2.0}
+    expected.pop("sps_curve")
+    assert again.step_costs.to_json().items() >= expected.items()
+
+
+def test_without_a_cache_every_start_measures(tmp_path):
+    profile(make_costs(AUTO))
+    assert profile(make_costs(AUTO)), "premise of the test above"
+
+
+def test_overhead_is_not_kept(cache):
+    profile(make_costs(AUTO | {"dspark_sps_overhead_ms": 2.0}), cache=cache)
+    assert cache.load()["costs"]["overhead_ms"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"costs": None},
+        {"costs": [1]},
+        {"costs": {"schema": "vllm-dspark-sps-curve", "version": 1}},
+        {"calibration": 1, "costs": None},
+    ],
+)
+def test_damaged_costs_are_measured_again_and_other_sections_stay(
+    cache, damage, monkeypatch
+):
+    cache.save({"calibration": "kept"} | damage)
+    warnings = []
+    monkeypatch.setattr(CostCache, "discard", lambda self, why: warnings.append(why))
+    costs = make_costs(AUTO)
+    assert profile(costs, cache=cache)
+    assert len(warnings) == 1 and "unusable" in warnings[0]
+    assert cache.load()["calibration"] in ("kept", 1)
+    assert cache.load()["costs"]["draft_ms"]
+
+
+def test_costs_for_fewer_tokens_are_measured_again(cache, monkeypatch):
+    small = make_costs(AUTO)
+    small.max_num_tokens -= 1
+    profile(small, cache=cache)
+    warnings = []
+    monkeypatch.setattr(CostCache, "discard", lambda self, why: warnings.append(why))
+    assert profile(make_costs(AUTO), cache=cache)
+    assert "max_num_batched_tokens" in warnings[0]
+
+
+def test_only_rank_0_touches_the_disk_and_every_rank_uses_its_entry(cache, group):
+    profile(make_costs(AUTO), cache=cache)
+    sections = cache.load()
+
+    class NoDisk(CostCache):
+        def load(self):
+            pytest.fail("read")
+
+        def save(self, sections):
+            pytest.fail("written")
+
+    group(FakeGroup(world_size=2, rank_0_value=sections, rank_in_group=1))
+    other = make_costs(AUTO)
+    assert profile(other, cache=NoDisk(cache.directory, cache.key)) == []
+    assert other.step_costs.draft_ms[1][4] == pytest.approx(0.04)
+    assert other.cached_sections == sections
+    other.save_sections({"calibration": 1})
+
+
+def test_sections_of_others_are_kept_through_the_costs(cache):
+    costs = make_costs(AUTO)
+    profile(costs, cache=cache)
+    costs.save_sections({"calibration": {"temperature": [1.5]}})
+    again = make_costs(AUTO)
+    assert profile(again, cache=cache) == []
+    assert again.cached_sections["calibration"] == {"temperature": [1.5]}

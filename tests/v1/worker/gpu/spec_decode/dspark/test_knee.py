@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where trimming starts to pay."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.knee import (
     best_budget,
     find_knee,
     knee_from_costs,
+    knee_from_curve,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
@@ -65,6 +68,24 @@ def test_rate_that_rises_with_load_is_noise_not_a_drop():
 def test_knee_needs_two_points():
     with pytest.raises(ValueError, match="at least 2 curve points"):
         find_knee([(8, 10.0)], 7)
+
+
+def test_curve_of_whole_steps_has_its_knee_by_shape():
+    assert knee_from_curve(LISTED_CURVE, 5, max_num_reqs=64) == 32
+    # Beyond the engine's largest batch, and flat: capacity never acts.
+    assert knee_from_curve(LISTED_CURVE, 5, max_num_reqs=16) == 17
+    flat = [(8, 10.0), (16, 10.0), (32, 10.0)]
+    assert knee_from_curve(flat, 7, max_num_reqs=64) == 65
+    # Fewer tokens than one request's: from one request on.
+    assert knee_from_curve([(1, 9.0), (2, 1.0)], 7, max_num_reqs=64) == 1
+
+
+def test_overhead_can_move_the_knee_of_a_curve():
+    points = [(8, 2000.0), (16, 1000.0), (32, 900.0), (64, 400.0), (128, 190.0)]
+    # 1.1 to 2.5 ms is the largest drop of the upper half; with 10 ms of overhead
+    # the step from 2.5 to 5.3 ms is.
+    assert knee_from_curve(points, 7, max_num_reqs=64) == 4
+    assert knee_from_curve(points, 7, max_num_reqs=64, overhead_ms=10.0) == 8
 
 
 def make_costs(
@@ -170,3 +191,28 @@ def test_equal_rates_take_the_larger_budget():
     costs = StepCosts({2: np.zeros(3)}, {2: [1.0, 1.0, 50.0]}, np.full(7, 50.0))
     # Only the first draft survives, so budgets 1..4 tie.
     assert best_budget(costs, 2, 2, np.array([2.0, 3.0, 3.0, 3.0, 3.0]))[0] == 4
+
+
+def test_context_moves_the_knee_to_larger_batches():
+    # Attention costs the same whatever is verified, so trimming gains less.
+    attention = np.arange(17) * 1e-3
+    costs = make_costs(0.2)
+    costs = dataclasses.replace(
+        costs, verify_context_ms=dict.fromkeys(costs.depths, attention)
+    )
+    knees = [knee_from_costs(costs, 4, PRIOR, 0.01, c) for c in (0.0, 1e3, 1e6)]
+    assert knees[0] < knees[-1]
+    assert knees == sorted(knees)
+
+
+def test_context_is_part_of_every_budget_of_a_depth():
+    context = {2: [0.0, 0.0, 0.5]}
+    costs = StepCosts(
+        {2: np.zeros(3)},
+        {2: [1.0, 1.0, 1.0]},
+        np.full(7, 50.0),
+        verify_context_ms=context,
+        draft_context_ms=context,
+    )
+    assert best_budget(costs, 2, 2, np.arange(2.0, 7.0), 9.0) == (4, 6.0 / 10.0)
+    assert best_budget(costs, 2, 2, np.arange(2.0, 6.0), 10.0) == (3, 5.0 / 60.0)

@@ -41,6 +41,12 @@ def oracle_rates(inputs, costs, depth):
     slots.sort(reverse=True)
     widths = {int(drafts) for drafts in inputs.scheduled_drafts}
     num_reqs = len(inputs.scheduled_drafts)
+    # A batch of mixed widths is priced as the deepest.
+    width = next(iter(widths)) if len(widths) == 1 else -1
+    width = width if width in costs.depths else costs.depths[-1]
+    per_token = costs.verify_context_ms[width][num_reqs]
+    per_token += costs.draft_context_ms[depth][num_reqs]
+    context_ms = per_token * inputs.context_tokens
     rates = []
     for budget in range(len(slots) + 1):
         verify_ms = costs.verify_varlen_ms[inputs.num_non_draft_tokens + budget]
@@ -49,6 +55,7 @@ def oracle_rates(inputs, costs, depth):
         if budget == len(slots) and decode_only and all_alike:
             verify_ms = costs.verify_uniform_ms[widths.pop()][num_reqs]
         step_ms = costs.draft_ms[depth][num_reqs] + verify_ms + costs.overhead_ms
+        step_ms += context_ms
         rates.append((inputs.num_sampling_reqs + math.fsum(slots[:budget])) / step_ms)
     return rates
 

@@ -25,7 +25,7 @@ from tests.helpers.plan_cases import (
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import plan_depth, plan_step
 
 
-def oracle_depth_rates(survival, costs, depths, cap):
+def oracle_depth_rates(survival, costs, depths, cap, context_tokens):
     """Best rate per depth for per-request estimates [R, K], with plain loops."""
     num_reqs, best = len(survival), {}
     for depth in depths:
@@ -38,6 +38,8 @@ def oracle_depth_rates(survival, costs, depths, cap):
             if budget == len(slots):
                 verify_ms = costs.verify_uniform_ms[depth][num_reqs]
             step_ms = costs.draft_ms[depth][num_reqs] + verify_ms + costs.overhead_ms
+            for prices in (costs.verify_context_ms, costs.draft_context_ms):
+                step_ms += prices[depth][num_reqs] * context_tokens
             rate = (num_reqs + math.fsum(slots[:budget])) / step_ms
             best[depth] = max(best[depth], rate)
     return best
@@ -55,7 +57,7 @@ def test_depth_is_the_best_and_held_within_the_margin(seed, per_request, cap, ma
         inputs, next_survival=prior if per_request else prior[0], max_draft_budget=cap
     )
     plan = plan_depth(inputs, costs, margin=margin)
-    rates = oracle_depth_rates(rows, costs, DEPTHS, cap)
+    rates = oracle_depth_rates(rows, costs, DEPTHS, cap, inputs.context_tokens)
     current, best = rates[inputs.current_depth], max(rates.values())
     assert plan.current_tokens_per_ms == pytest.approx(current, rel=RATE_TOLERANCE)
     assert plan.tokens_per_ms == pytest.approx(

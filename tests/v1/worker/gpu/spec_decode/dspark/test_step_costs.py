@@ -60,6 +60,41 @@ def test_fixed_step_adds_draft_verify_and_overhead():
     assert make_costs().uniform_step_ms(2, 1) == 1.0 + 3.0 + 0.25
 
 
+def test_context_adds_the_prices_of_target_and_drafter():
+    costs = make_costs(
+        verify_context_ms={0: [0.0, 0.1, 0.2], 2: [0.0, 0.3, 0.4]},
+        draft_context_ms={2: [0.0, 0.01, 0.02]},
+    )
+    assert costs.context_ms(2, 2, 1, 10.0) == pytest.approx(3.1)
+    assert costs.context_ms(0, 2, 2, 10.0) == pytest.approx(2.2)
+    # A width without tables is priced as the deepest, a missing table is free.
+    assert costs.context_ms(1, 0, 1, 10.0) == pytest.approx(3.0)
+    assert costs.uniform_step_ms(2, 1, 10.0) == pytest.approx(4.25 + 3.1)
+    with_context = dict(costs.sps_curve(context_tokens=10.0))
+    assert with_context[3] == pytest.approx(1000 / 7.35)
+
+
+def test_fitted_keeps_what_the_engine_needs():
+    costs = make_costs(verify_context_ms={2: [0.0, 0.3, 0.4]})
+    part = costs.fitted([2], 1, 4)
+    assert (part.depths, part.max_num_reqs, part.max_num_tokens) == ((2,), 1, 4)
+    assert part.uniform_step_ms(2, 1, 7.0) == costs.uniform_step_ms(2, 1, 7.0)
+    np.testing.assert_array_equal(part.verify_varlen_ms, costs.verify_varlen_ms[:5])
+
+
+@pytest.mark.parametrize(
+    ("depths", "num_reqs", "num_tokens", "why"),
+    [
+        ([1, 2], 1, 1, r"lack draft depths \[1\]"),
+        ([2], 3, 1, "end at max_num_seqs 2, below 3"),
+        ([2], 1, 7, "end at max_num_batched_tokens 6, below 7"),
+    ],
+)
+def test_tables_that_do_not_cover_an_engine_say_why(depths, num_reqs, num_tokens, why):
+    with pytest.raises(ValueError, match=why):
+        make_costs().fitted(depths, num_reqs, num_tokens)
+
+
 def test_sps_curve_is_the_deepest_fixed_path_in_target_tokens():
     expected = ((3, 1000 / 4.25), (6, 1000 / 5.75))
     assert make_costs().sps_curve() == expected
@@ -91,6 +126,9 @@ def assert_equal(left, right):
         np.testing.assert_array_equal(
             left.verify_uniform_ms[depth], right.verify_uniform_ms[depth]
         )
+        for name in ("verify_context_ms", "draft_context_ms"):
+            left_table, right_table = getattr(left, name), getattr(right, name)
+            np.testing.assert_array_equal(left_table[depth], right_table[depth])
     np.testing.assert_array_equal(left.verify_varlen_ms, right.verify_varlen_ms)
     for name in ("overhead_ms", "whole_step", "num_stalled_samples"):
         assert getattr(left, name) == getattr(right, name)
@@ -107,6 +145,8 @@ def test_json_round_trip_is_exact(values, overhead_ms, whole_step, num_stalled):
     costs = make_costs(
         draft_ms={0: values[:3], 2: values[3:6]},
         verify_varlen_ms=values,
+        verify_context_ms={0: values[2:5]},
+        draft_context_ms={2: values[4:7]},
         overhead_ms=overhead_ms,
         whole_step=whole_step,
         num_stalled_samples=num_stalled,
@@ -129,6 +169,12 @@ def test_json_round_trip_is_exact(values, overhead_ms, whole_step, num_stalled):
 def test_bad_files_are_refused(key, value, message):
     with pytest.raises(ValueError, match=message):
         StepCosts.from_json({**make_costs().to_json(), key: value})
+
+
+@pytest.mark.parametrize("data", [None, [], "text"])
+def test_what_is_no_object_is_refused(data):
+    with pytest.raises(ValueError, match="schema, version"):
+        StepCosts.from_json(data)
 
 
 def test_file_without_a_table_is_refused_by_name():

@@ -36,9 +36,10 @@ STEEP = {"dspark_sps_curve": [[1, 1000.0], [1000, 1.0]]}
 
 def make_planner(keys, *, max_total_logits=NO_LIMIT, ready=True, **variables):
     config, env = make_config(**keys), make_env(**variables)
+    req_states = make_req_states()
     costs = CapacityCosts(
         config,
-        make_req_states(),
+        req_states,
         depths=config.resolve_depths(K, env),
         activation_batch_size=env.activation_batch_size,
     )
@@ -49,6 +50,7 @@ def make_planner(keys, *, max_total_logits=NO_LIMIT, ready=True, **variables):
         env,
         costs=costs,
         mirror=ConfidenceMirror(MAX_NUM_REQS, K, DEVICE),
+        num_computed_tokens=req_states.num_computed_tokens_np,
         num_speculative_steps=K,
         max_total_logits=max_total_logits,
         num_bonus_tokens=1,
@@ -266,3 +268,15 @@ def test_curve_mode_counts_only_requests_that_yield_a_token(monkeypatch):
     assert seen[-1].num_sampling_reqs == 3
     assert seen[-1].num_non_draft_tokens == 12
     assert seen[-1].survival_probs.shape == (2, K)
+
+
+def test_plan_knows_the_mean_context_of_the_batch(monkeypatch):
+    seen = []
+    original = module.plan_budget
+    monkeypatch.setattr(
+        module, "plan_budget", lambda i, *a, **k: seen.append(i) or original(i, *a, **k)
+    )
+    planner = make_planner(STEEP | {"dspark_draft_depths": [K]})
+    planner._num_computed_tokens[:] = [100, 999, 300, *[999] * (MAX_NUM_REQS - 3)]
+    steady(planner, make_batch([K, K], slots=[0, 2]))
+    assert seen[-1].context_tokens == 200.0

@@ -21,6 +21,7 @@ from tests.helpers.tp_ranks import (
     NUM_DRAFTS,
     RankTrace,
     Scenario,
+    measured_keys,
     run_ranks,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan
@@ -41,11 +42,19 @@ AGREEING |= {
     ),
     "fraction": Scenario(num_steps=NUM_STEPS, keys={"dspark_budget_frac": 0.4}),
     "checked": Scenario(num_steps=NUM_STEPS, check=1),
+    "timed": Scenario(num_steps=NUM_STEPS, times=True, keys=measured_keys()),
 }
 UNCHECKED = {
     drift: Scenario(drift=drift, num_steps=NUM_STEPS, fault="no_broadcast")
     for drift in ("ulp", "large", "nan")
 }
+OWN_TIMES = Scenario(
+    drift="none",
+    num_steps=NUM_STEPS,
+    fault="own_times",
+    times=True,
+    keys=measured_keys(),
+)
 FAULTY = {
     "no_broadcast": Scenario(drift="ulp", fault="no_broadcast", check=1),
     "host_view": Scenario(fault="host_view", check=1),
@@ -68,6 +77,7 @@ def traces(temp_dir) -> dict[str, tuple[RankTrace, ...]]:
         **AGREEING,
         **{f"unchecked_{name}": s for name, s in UNCHECKED.items()},
         **FAULTY,
+        "own_times": OWN_TIMES,
     }
     results = run_ranks(list(scenarios.values()), temp_dir)
     return dict(zip(scenarios, results, strict=True))
@@ -121,6 +131,13 @@ def first_step(trace: RankTrace, column: str) -> int:
         if rows[step - 1][0] >= (1 if column == "active" else 0):
             return step
     raise AssertionError("premise: there is such a step")
+
+
+def test_ranks_learn_costs_from_the_step_times_of_rank_0(traces):
+    first, second = traces["timed"]
+    assert first.num_factors == second.num_factors > 0, "premise: costs are corrected"
+    own_first, own_second = traces["own_times"]
+    assert num_mismatches(own_first, own_second) > 0, "without the exchange they part"
 
 
 @pytest.mark.parametrize("name", FAULTY)

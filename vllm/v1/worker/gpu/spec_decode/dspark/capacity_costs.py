@@ -1,110 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a worker's step costs come from, and the knee that follows from them.
 
-A given curve is used as it is; ``auto`` prices the batches that capacity serves,
-each on the graph that serves it: uniform decode batches of K + 1 tokens a request,
-and varlen batches by token count. Threshold and fraction modes need no costs.
+A given curve is used as it is; ``auto`` prices the batches that capacity serves
+(:mod:`.cost_profile`), or takes what an equal configuration measured before from the
+cache. Threshold and fraction modes need no costs.
 
 Invariants (pinned by tests/.../dspark/test_capacity_costs.py):
   * Costs are not ready before they were set, and then equal on every TP rank.
   * One sample is expected per yielded batch; a mismatch is an error, never a
     silently shifted curve.
+  * With a usable cache entry nothing is timed; only rank 0 reads or writes one.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
-from vllm.config.dspark_capacity import DSparkCapacityConfig
+from vllm.config.dspark_capacity import DSparkCapacityConfig, SpsCurveInput
 from vllm.distributed.parallel_state import get_tp_group, is_global_first_rank
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import PRIOR_CONFIDENCE
+from vllm.v1.worker.gpu.spec_decode.dspark.context_costs import split_context
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import COSTS_SECTION, CostCache
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
+    SHORT_CONTEXT_TOKENS,
+    ProfileHooks,
+    ProfileShape,
+    profile_shapes,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs, knee_from_curve
 from vllm.v1.worker.gpu.spec_decode.dspark.sps_curve import (
     CostSample,
     GraphSizes,
     costs_from_samples,
     costs_from_sps_curve,
-    knee_from_costs,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import StepTimingSample
-    from vllm.v1.worker.gpu.dspark_cudagraph_utils import CapacityCudaGraphManager
     from vllm.v1.worker.gpu.states import RequestState
 
 logger = init_logger(__name__)
 
 # Repeats per profiled size: enough for a median that survives one stall.
 NUM_REPEATS = 3
-# Sizes timed per depth, and varlen sizes: with linear interpolation between them
-# the tables are within a per cent of timing every captured size.
-NUM_UNIFORM_POINTS = 20
-NUM_VARLEN_POINTS = 36
-# Context of the dummy requests, tokens. A graph is timed at its full number of
-# requests, more than a trimmed batch of its size has, so a long context
-# would charge attention that is not done.
-PROFILE_CONTEXT_TOKENS = 128
 # Relative throughput that capacity must promise before a batch size activates it.
 KNEE_MARGIN = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileHooks:
-    """What profiling needs from the runner.
-
-    Attributes:
-        graphs: The target's graph manager.
-        measure_sample_ms: Returns ``(logits rows, ms)`` points of logits and
-            sampling, ascending.
-        set_depth: Makes the runner's dummy decodes run at a draft depth.
-        draft_num_reqs: Returns the request counts with a drafter graph of a depth.
-    """
-
-    graphs: "CapacityCudaGraphManager"
-    measure_sample_ms: Callable[[], list[tuple[int, float]]]
-    set_depth: Callable[[int], None]
-    draft_num_reqs: Callable[[int], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """One profiled batch shape."""
-
-    kind: Literal["uniform", "varlen"]
-    depth: int
-    num_tokens: int
-
-
-def thin(sizes: Sequence[int], num_points: int) -> list[int]:
-    """Pick about ``num_points`` sizes spread evenly in their logarithm.
-
-    Args:
-        sizes: Ascending positive sizes.
-        num_points: Points wanted, >= 2. The first and last size always stay.
-    """
-    if len(sizes) <= num_points:
-        return list(sizes)
-    wanted = np.geomspace(sizes[0], sizes[-1], num_points)
-    nearest = np.searchsorted(np.asarray(sizes), wanted - 1e-9)
-    return [sizes[i] for i in sorted(set(np.minimum(nearest, len(sizes) - 1)))]
 
 
 class CapacityCosts:
     """Step costs and the activation knee of one worker.
 
-    Lifecycle: built with the manager; ``batches_to_profile`` and ``set_samples`` at
-    graph capture; read every step.
+    Lifecycle: built with the manager; bound, ``batches_to_profile`` and
+    ``set_samples`` at graph capture; read every step.
 
     Args:
         config: The capacity keys.
         req_states: The runner's request states, for the table sizes.
         depths: Enabled draft depths, ascending, K last.
         activation_batch_size: Explicit knee in requests; 0 for the automatic one.
+
+    Attributes:
+        cached_sections: Rank 0's cache entry, equal on every rank; empty without one.
     """
 
     def __init__(
@@ -123,8 +85,11 @@ class CapacityCosts:
         self._explicit_knee = activation_batch_size > 0
         self._costs: StepCosts | None = None
         self._hooks: ProfileHooks | None = None
-        self._shapes: list[_Shape] = []
+        self._cache: CostCache | None = None
+        self.cached_sections: dict[str, Any] = {}
+        self._shapes: list[ProfileShape] = []
         self._sample_ms: list[tuple[int, float]] = [(1, 0.0)]
+        self.profile_s = 0.0
         self.ready = False
 
     @property
@@ -143,58 +108,77 @@ class CapacityCosts:
         """Whether the costs come from timing this worker (``auto``)."""
         return self.config.mode == "curve" and self.config.dspark_sps_curve == "auto"
 
-    def bind(self, hooks: ProfileHooks) -> None:
-        """Give access to the runner; its graphs are read when profiling."""
-        self._hooks = hooks
+    @property
+    def measured(self) -> bool:
+        """Whether the costs were measured, so that serving may correct them.
 
-    def _profile_shapes(self, hooks: ProfileHooks) -> list[_Shape]:
-        shapes: list[_Shape] = []
-        for depth in self.depths:
-            # The largest batch may lie beyond the graphs: then it runs eagerly.
-            reqs = thin(hooks.graphs.uniform_num_reqs(depth), NUM_UNIFORM_POINTS)
-            for num_reqs in sorted({*reqs, self.max_num_reqs}, reverse=True):
-                num_tokens = num_reqs * (depth + 1)
-                if num_tokens <= self.max_num_tokens:
-                    shapes.append(_Shape("uniform", depth, num_tokens))
-        varlen = hooks.graphs.varlen_num_tokens()
-        largest = max(varlen, default=0)
-        # Beyond the graphs, up to the largest mixed batch: a few points suffice for
-        # a line, and each is a batch that memory profiling has already run.
-        tail = (largest + largest // 2, 2 * largest, self.max_num_tokens)
-        sizes = {*thin(varlen, NUM_VARLEN_POINTS)}
-        sizes |= {min(t, self.max_num_tokens) for t in tail if largest}
-        shapes += [
-            _Shape("varlen", self.depths[-1], t) for t in sorted(sizes, reverse=True)
-        ]
-        return shapes
+        A curve of whole steps is the operator's word; it cannot tell depths apart,
+        so a measured step could not be compared with it.
+        """
+        return self._costs is not None and not self._costs.whole_step
+
+    def bind(self, hooks: ProfileHooks, cache: CostCache | None = None) -> None:
+        """Give access to the runner, whose graphs are read when profiling.
+
+        Args:
+            hooks: The runner's side.
+            cache: This configuration's cache entry; None keeps nothing. Read on
+                rank 0 and sent to the others.
+        """
+        self._hooks, self._cache = hooks, cache
+        if cache is None:
+            return
+        group = get_tp_group()
+        sections = cache.load() if group.rank_in_group == 0 else None
+        costs = self._costs_of(sections)
+        sections = group.broadcast_object(sections if costs else None, src=0)
+        self.cached_sections = sections or {}
+
+    def save_sections(self, sections: dict[str, Any]) -> None:
+        """Keep sections for the next start, on rank 0; nothing without a cache."""
+        if self._cache is not None and get_tp_group().rank_in_group == 0:
+            self._cache.save(sections)
+
+    def _costs_of(self, sections: dict[str, Any] | None) -> StepCosts | None:
+        """Return an entry's costs; a damaged one is discarded with a warning."""
+        if sections is None:
+            return None
+        try:
+            costs = StepCosts.from_json(sections.get(COSTS_SECTION) or {})
+            costs = costs.fitted(self.depths, self.max_num_reqs, self.max_num_tokens)
+        except ValueError as error:
+            assert self._cache is not None
+            self._cache.discard(f"its costs are unusable ({error})")
+            return None
+        return replace(costs, overhead_ms=self.config.dspark_sps_overhead_ms)
 
     def batches_to_profile(self) -> Iterator[dict[str, Any]]:
         """Yield dummy-run arguments, one timing each, behind a progress bar."""
         self._shapes = []
-        if not self.profiles or self._hooks is None:
+        if not self.profiles or self._hooks is None or self.cached_sections:
             return
         hooks, start = self._hooks, time.perf_counter()
         self._sample_ms = hooks.measure_sample_ms() or self._sample_ms
-        repeated = [s for s in self._profile_shapes(hooks) for _ in range(NUM_REPEATS)]
+        shapes = profile_shapes(
+            hooks,
+            depths=self.depths,
+            max_num_reqs=self.max_num_reqs,
+            max_num_tokens=self.max_num_tokens,
+        )
         try:
             for shape in tqdm(
-                repeated,
+                [s for s in shapes for _ in range(NUM_REPEATS)],
                 desc="Profiling step costs",
                 disable=not is_global_first_rank(),
             ):
                 self._shapes.append(shape)
                 hooks.set_depth(shape.depth)
-                yield {
-                    "num_tokens": shape.num_tokens,
-                    "uniform_decode": shape.kind == "uniform",
-                    "context_len": PROFILE_CONTEXT_TOKENS,
-                }
+                yield shape.dummy_run()
         finally:
             hooks.set_depth(self.depths[-1])
+        self.profile_s = time.perf_counter() - start
         logger.info_once(
-            "Profiled %d DSpark step shapes in %.1f s",
-            len(repeated) // NUM_REPEATS,
-            time.perf_counter() - start,
+            "Profiled %d DSpark step shapes in %.1f s", len(shapes), self.profile_s
         )
 
     def set_samples(self, timings: "Sequence[StepTimingSample]") -> None:
@@ -206,7 +190,12 @@ class CapacityCosts:
         Raises:
             RuntimeError: The number of timings differs from that of the batches.
         """
-        if not self.profiles:
+        if not self.profiles or self._hooks is None:
+            return
+        if self.cached_sections:
+            cached = self._costs_of(self.cached_sections)
+            assert cached is not None, "every rank reads what rank 0 has read"
+            self._set_costs(cached)
             return
         if len(timings) != len(self._shapes):
             raise RuntimeError(
@@ -216,39 +205,32 @@ class CapacityCosts:
         samples = [
             sample
             for shape, timing in zip(self._shapes, timings, strict=True)
-            for sample in self._to_samples(shape, timing)
+            for sample in shape.samples(timing, self._sample_ms)
         ]
+        costs = self._from_samples(get_tp_group().broadcast_object(samples, src=0))
+        self.save_sections({COSTS_SECTION: costs.to_json()})
+        self._set_costs(replace(costs, overhead_ms=self.config.dspark_sps_overhead_ms))
+
+    def _from_samples(self, samples: list[CostSample]) -> StepCosts:
         assert self._hooks is not None
         graphs = self._hooks.graphs
-        self._set_costs(
-            costs_from_samples(
-                get_tp_group().broadcast_object(samples, src=0),
-                depths=self.depths,
-                max_num_reqs=self.max_num_reqs,
-                max_num_tokens=self.max_num_tokens,
-                graph_sizes=GraphSizes(
-                    graphs.varlen_num_tokens(),
-                    {d: graphs.uniform_num_reqs(d) for d in self.depths},
-                    {d: self._hooks.draft_num_reqs(d) for d in self.depths},
-                ),
-                overhead_ms=self.config.dspark_sps_overhead_ms,
-            )
+        split = split_context(
+            samples, depths=self.depths, max_num_reqs=self.max_num_reqs
         )
-
-    def _to_samples(
-        self, shape: _Shape, timing: "StepTimingSample"
-    ) -> Iterator[CostSample]:
-        rows, ms = np.asarray(self._sample_ms, dtype=np.float64).T
-        # Every token of a decode batch has a logits row.
-        verify_ms = timing.forward_ms + float(
-            np.interp(timing.num_target_tokens, rows, ms)
+        costs = costs_from_samples(
+            split.samples,
+            depths=self.depths,
+            max_num_reqs=self.max_num_reqs,
+            max_num_tokens=self.max_num_tokens,
+            graph_sizes=GraphSizes(
+                graphs.varlen_num_tokens(),
+                {d: graphs.uniform_num_reqs(d) for d in self.depths},
+                {d: self._hooks.draft_num_reqs(d) for d in self.depths},
+            ),
         )
-        size = (shape.depth, timing.num_reqs, timing.num_target_tokens)
-        graph = timing.full_cudagraph
-        yield CostSample(shape.kind, *size, verify_ms, graph)
-        if graph:
-            # Eager target steps leave gaps between the drafter's launches.
-            yield CostSample("draft", *size, timing.drafter_ms, True)
+        return replace(
+            costs, verify_context_ms=split.verify_ms, draft_context_ms=split.draft_ms
+        )
 
     def finish(self) -> None:
         """Complete the costs after capture and let capacity run.
@@ -256,16 +238,8 @@ class CapacityCosts:
         Raises:
             RuntimeError: ``auto`` was asked for and nothing could be profiled.
         """
-        if self.config.mode == "curve" and not self.profiles:
-            self._set_costs(
-                costs_from_sps_curve(
-                    self.config.dspark_sps_curve.points,
-                    depths=self.depths,
-                    max_num_reqs=self.max_num_reqs,
-                    max_num_tokens=self.max_num_tokens,
-                    overhead_ms=self.config.dspark_sps_overhead_ms,
-                )
-            )
+        if isinstance(self.config.dspark_sps_curve, SpsCurveInput):
+            self._set_costs(self._given_costs(self.config.dspark_sps_curve))
         if self.config.mode == "curve" and self._costs is None:
             raise RuntimeError(
                 "dspark_sps_curve 'auto' could not profile any step: no FULL decode "
@@ -274,12 +248,48 @@ class CapacityCosts:
             )
         self.ready = True
 
+    def _given_costs(self, curve: SpsCurveInput) -> StepCosts:
+        """Return a file's full tables where they fit, else what its points say."""
+        overhead_ms = self.config.dspark_sps_overhead_ms
+        if curve.document is not None and "draft_ms" in curve.document:
+            try:
+                costs = StepCosts.from_json(curve.document)
+                costs = costs.fitted(
+                    self.depths, self.max_num_reqs, self.max_num_tokens
+                )
+                return replace(costs, overhead_ms=costs.overhead_ms + overhead_ms)
+            except ValueError as error:
+                logger.info_once(
+                    "dspark_sps_curve (%s): using its points of whole steps, not its "
+                    "full cost tables, because %s",
+                    curve.origin,
+                    str(error),
+                )
+        return costs_from_sps_curve(
+            curve.points,
+            depths=self.depths,
+            max_num_reqs=self.max_num_reqs,
+            max_num_tokens=self.max_num_tokens,
+            overhead_ms=overhead_ms,
+        )
+
+    def _automatic_knee(self, costs: StepCosts) -> int:
+        full = self.depths[-1]
+        if costs.whole_step:
+            assert isinstance(self.config.dspark_sps_curve, SpsCurveInput)
+            return knee_from_curve(
+                self.config.dspark_sps_curve.points,
+                full,
+                max_num_reqs=self.max_num_reqs,
+                overhead_ms=costs.overhead_ms,
+            )
+        prior = np.cumprod(np.full(full, PRIOR_CONFIDENCE))
+        return knee_from_costs(costs, full, prior, KNEE_MARGIN, SHORT_CONTEXT_TOKENS)
+
     def _set_costs(self, costs: StepCosts) -> None:
         self._costs = costs
         if not self._explicit_knee:
-            full = self.depths[-1]
-            prior = np.cumprod(np.full(full, PRIOR_CONFIDENCE))
-            self.activation_num_reqs = knee_from_costs(costs, full, prior, KNEE_MARGIN)
+            self.activation_num_reqs = self._automatic_knee(costs)
         knee = self.activation_num_reqs
         logger.info_once(
             "DSpark capacity: %s knee at %s requests (max_num_seqs %d)",

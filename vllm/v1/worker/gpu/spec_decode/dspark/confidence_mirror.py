@@ -16,6 +16,7 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -115,13 +116,16 @@ class ConfidenceMirror:
         self._free = deque(
             (
                 CpuGpuBuffer(*shape, dtype=torch.float32, device=device),
-                torch.cuda.Event(blocking=True),
+                torch.cuda.Event(blocking=True, enable_timing=True),
             )
             for _ in range(_RING_SIZE)
         )
         self._in_flight: deque[_Copy] = deque()
         self._held: list[_Landed] = []
         self._serial = 0
+        # Receives (serial, ms) between the ends of two publications; None: untimed.
+        self.on_step_time: Callable[[int, float], None] | None = None
+        self._landed: _Copy | None = None
         self._last_serial = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_nan_rows = 0
 
@@ -139,6 +143,11 @@ class ConfidenceMirror:
         self._fresh[slot] = publishing
         if publishing:
             self.probs[slot].zero_()
+
+    @property
+    def serial(self) -> int:
+        """Number of the latest publication, counted alike on every rank."""
+        return self._serial
 
     def all_fresh(self, slots: np.ndarray) -> bool:
         """Return whether every slot's device row belongs to its drafts in hand.
@@ -169,9 +178,18 @@ class ConfidenceMirror:
             copy = self._in_flight.popleft()
             with gpu_sync_allowed():
                 copy.event.synchronize()
+            self._time(copy)
             self._held.append(self._read(copy))
             self._free.append((copy.buffer, copy.event))
         self._held = [rest for held in self._held if (rest := self._release(held))]
+
+    def _time(self, copy: _Copy) -> None:
+        """Report the time from the last publication's end to this one's."""
+        # The last one's event is free by now, but the next publication has yet to
+        # take it: events are reused in order.
+        last, self._landed = self._landed, copy
+        if self.on_step_time is not None and last is not None:
+            self.on_step_time(copy.serial, last.event.elapsed_time(copy.event))
 
     def _read(self, copy: _Copy) -> _Landed:
         depth = copy.draft_depth
@@ -277,6 +295,7 @@ class ConfidenceMirror:
         while self._in_flight:
             copy = self._in_flight.popleft()
             self._free.append((copy.buffer, copy.event))
+        self._landed = None
         self._held.clear()
         self._fresh[:] = False
         self._survival[:] = self.prior

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load at which trimming starts to pay: by the curve's shape, or by its plans.
 
-Standard library and NumPy only (besides the equally pure :mod:`.step_costs`).
+Standard library and NumPy only (besides the equally pure modules beside it).
 
 Invariants (pinned by tests/.../dspark/test_knee.py):
   * ``find_knee`` looks at the upper half of the curve only: the largest drop of
     all is the one from one to a few requests, where speculation still pays.
+  * Curves of whole steps have their knee by shape, costs by part theirs by gain.
   * ``knee_from_costs`` is the first batch size at which any enabled plan beats
     verifying everything at full depth by the margin.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
     StepCosts,
     check_sps_points,
@@ -72,8 +74,46 @@ def find_knee(
     return KneeResult(knee_tokens, num_reqs, num_reqs * num_speculative_tokens, drop)
 
 
+def knee_from_curve(
+    points: Sequence[Sequence[float]],
+    num_speculative_tokens: int,
+    *,
+    max_num_reqs: int,
+    overhead_ms: float = 0.0,
+) -> int:
+    """Smallest batch at which capacity acts, from a curve of whole steps alone.
+
+    Such a curve was measured at K drafts a request, so its time holds the drafting of
+    as many requests as its tokens make. A plan's predicted gain would count the
+    drafting of every draft that is not verified as saved, which it is not, and act
+    far too early; hence the curve's shape decides (:func:`find_knee`).
+
+    Args:
+        points: ``[[tokens, steps_per_s], ...]``, at least two.
+        num_speculative_tokens: Logical depth K, >= 1.
+        max_num_reqs: Largest batch.
+        overhead_ms: Fixed cost of every step; it flattens the curve.
+
+    Returns:
+        Requests R in 1..max_num_reqs, or max_num_reqs + 1 for a flat curve or a
+        knee beyond.
+    """
+    with_overhead = [
+        (tokens, 1000.0 / (ms + overhead_ms)) for tokens, ms in check_sps_points(points)
+    ]
+    knee = find_knee(with_overhead, num_speculative_tokens)
+    if knee.relative_drop <= 0.0:
+        return max_num_reqs + 1
+    return min(max(knee.num_reqs, 1), max_num_reqs + 1)
+
+
 def best_budget(
-    costs: StepCosts, depth: int, num_reqs: int, expected_tokens: np.ndarray
+    costs: StepCosts,
+    depth: int,
+    num_reqs: int,
+    expected_tokens: np.ndarray,
+    context_tokens: float = 0.0,
+    correction: CostCorrection | None = None,
 ) -> tuple[int, float]:
     """Best verification budget of a decode-only batch at one depth.
 
@@ -83,6 +123,8 @@ def best_budget(
         num_reqs: Requests R.
         expected_tokens: Tokens the step yields by budget, at least the first
             ``min(R * d, what is allowed) + 1`` entries, float64.
+        context_tokens: Mean context of the requests.
+        correction: What serving has learned about the tables.
 
     Returns:
         ``(draft_budget, tokens per ms)``. All ``R * d`` drafts use the uniform
@@ -91,9 +133,15 @@ def best_budget(
     num_drafts = num_reqs * depth
     varlen_ms = costs.verify_varlen_ms[num_reqs : num_reqs + num_drafts + 1]
     size = min(len(expected_tokens), len(varlen_ms))
-    step_ms = varlen_ms[:size] + (costs.draft_ms[depth][num_reqs] + costs.overhead_ms)
+    context_ms = costs.context_ms(depth, depth, num_reqs, context_tokens)
+    pass_ms = costs.draft_ms[depth][num_reqs] + costs.overhead_ms + context_ms
+    step_ms = varlen_ms[:size] + pass_ms
+    if correction is not None:
+        step_ms *= correction.varlen[depth][num_reqs : num_reqs + size]
     if size == num_drafts + 1:
-        step_ms[-1] = costs.uniform_step_ms(depth, num_reqs)
+        step_ms[-1] = costs.verify_uniform_ms[depth][num_reqs] + pass_ms
+        if correction is not None:
+            step_ms[-1] *= correction.uniform[depth][num_reqs]
     rates = expected_tokens[:size] / step_ms
     budget = size - 1 - int(np.argmax(rates[::-1]))
     return budget, float(rates[budget])
@@ -104,6 +152,7 @@ def knee_from_costs(
     num_speculative_tokens: int,
     prior_survival: np.ndarray,
     margin: float,
+    context_tokens: float = 0.0,
 ) -> int:
     """Smallest batch whose best plan beats fixed K by ``margin``.
 
@@ -114,6 +163,7 @@ def knee_from_costs(
         num_speculative_tokens: Logical depth K.
         prior_survival: P(first k drafts all accepted). Shape [K], float64.
         margin: Relative throughput gain that is required, >= 0.
+        context_tokens: Mean context that the requests are taken to have.
 
     Returns:
         Requests R in 1..max_num_reqs, or max_num_reqs + 1 if no batch gains.
@@ -135,10 +185,13 @@ def knee_from_costs(
             np.concatenate(([num_reqs], prior)), [1] + [num_reqs] * len(prior)
         )
         expected_tokens = np.cumsum(gains)
-        fixed_ms = costs.uniform_step_ms(num_speculative_tokens, num_reqs)
+        fixed_ms = costs.uniform_step_ms(
+            num_speculative_tokens, num_reqs, context_tokens
+        )
         fixed_rate = num_reqs * fixed_gain / fixed_ms
         best = max(
-            best_budget(costs, d, num_reqs, expected_tokens)[1] for d in costs.depths
+            best_budget(costs, d, num_reqs, expected_tokens, context_tokens)[1]
+            for d in costs.depths
         )
         if best > fixed_rate * (1.0 + margin):
             return num_reqs

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import best_budget
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
@@ -46,6 +47,7 @@ class PlanInputs:
         next_survival: Prior survival per position of the drafts to be made. Shape
             [K], or [R, K] for estimates per request, float64.
         depths: Enabled draft depths, ascending; subset of the cost tables' depths.
+        context_tokens: Mean context of the requests.
     """
 
     survival_probs: np.ndarray
@@ -56,6 +58,7 @@ class PlanInputs:
     current_depth: int
     next_survival: np.ndarray
     depths: tuple[int, ...]
+    context_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,7 @@ def plan_budget(
     *,
     margin: float = BUDGET_MARGIN,
     draft_depth: int | None = None,
+    correction: CostCorrection | None = None,
 ) -> Plan:
     """Choose how many of the drafts in hand to verify.
 
@@ -174,6 +178,7 @@ def plan_budget(
         margin: Relative gain that leaving verify-all needs. Of equal rates,
             verify-all wins, then the larger budget.
         draft_depth: Depth of this step's drafter pass; None for the current depth.
+        correction: What serving has learned about the tables, of decode-only batches.
 
     Returns:
         The plan, with ``draft_depth`` as given.
@@ -207,10 +212,17 @@ def plan_budget(
     _require_fit("num_reqs", num_reqs, costs.max_num_reqs)
     _require_fit("num_target_tokens", base + total, costs.max_num_tokens)
     expected = _expected_tokens(inputs.num_sampling_reqs, rising)
-    pass_ms = costs.draft_ms[depth][num_reqs] + costs.overhead_ms
+    context_ms = costs.context_ms(width, depth, num_reqs, inputs.context_tokens)
+    pass_ms = costs.draft_ms[depth][num_reqs] + costs.overhead_ms + context_ms
     step_ms = costs.verify_varlen_ms[base : base + total + 1] + pass_ms
+    if base != num_reqs:
+        correction = None
+    if correction is not None:
+        step_ms *= correction.varlen[depth][base : base + total + 1]
     if base == num_reqs and width in costs.verify_uniform_ms:
         step_ms[-1] = costs.verify_uniform_ms[width][num_reqs] + pass_ms
+        if correction is not None:
+            step_ms[-1] *= correction.uniform[width][num_reqs]
 
     rates = expected / step_ms
     largest = min(total, max(inputs.max_draft_budget, 0))
@@ -229,7 +241,11 @@ def plan_budget(
 
 
 def plan_depth(
-    inputs: PlanInputs, costs: StepCosts, *, margin: float = DEPTH_MARGIN
+    inputs: PlanInputs,
+    costs: StepCosts,
+    *,
+    margin: float = DEPTH_MARGIN,
+    correction: CostCorrection | None = None,
 ) -> DepthPlan:
     """Choose the depth of the next drafts together with their budget.
 
@@ -245,6 +261,7 @@ def plan_depth(
         inputs: This step's batch.
         costs: Cost tables.
         margin: Relative gain that leaving the current depth needs.
+        correction: What serving has learned about the tables.
 
     Raises:
         ValueError: a depth is not in the tables, or they do not cover the batch.
@@ -268,7 +285,14 @@ def plan_depth(
     expected = _expected_by_depth(prior, num_reqs, inputs.depths)
     largest = max(inputs.max_draft_budget, 0)
     choices = {
-        d: best_budget(costs, d, num_reqs, tokens[: largest + 1])
+        d: best_budget(
+            costs,
+            d,
+            num_reqs,
+            tokens[: largest + 1],
+            inputs.context_tokens,
+            correction,
+        )
         for d, tokens in expected.items()
     }
     current = choices[inputs.current_depth][1]
@@ -304,13 +328,22 @@ def plan_step(
     *,
     budget_margin: float = BUDGET_MARGIN,
     depth_margin: float = DEPTH_MARGIN,
+    correction: CostCorrection | None = None,
 ) -> Plan:
     """Choose the next depth, then the budget of the drafts in hand beside it.
 
     Args and errors: see :func:`plan_depth` and :func:`plan_budget`.
     """
-    depth = plan_depth(inputs, costs, margin=depth_margin).draft_depth
-    return plan_budget(inputs, costs, margin=budget_margin, draft_depth=depth)
+    depth = plan_depth(
+        inputs, costs, margin=depth_margin, correction=correction
+    ).draft_depth
+    return plan_budget(
+        inputs,
+        costs,
+        margin=budget_margin,
+        draft_depth=depth,
+        correction=correction,
+    )
 
 
 def fraction_budget(

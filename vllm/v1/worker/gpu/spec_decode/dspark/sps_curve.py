@@ -39,6 +39,7 @@ __all__ = [
     "costs_from_samples",
     "costs_from_sps_curve",
     "find_knee",
+    "interpolate",
     "knee_from_costs",
     "median_points",
 ]
@@ -63,6 +64,7 @@ class CostSample:
         num_tokens: Target tokens in the pass; ignored for ``draft``.
         ms: Device time, milliseconds.
         full_cudagraph: The pass replayed a FULL graph (its size is captured).
+        context_tokens: Context of every request.
     """
 
     kind: SampleKind
@@ -71,6 +73,7 @@ class CostSample:
     num_tokens: int
     ms: float
     full_cudagraph: bool = True
+    context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ def median_points(samples: Iterable[tuple[int, float]]) -> tuple[Points, int]:
     return points[::-1], num_stalled
 
 
-def _interpolate(sizes: np.ndarray, points: Points) -> np.ndarray:
+def interpolate(sizes: np.ndarray, points: Points) -> np.ndarray:
     """Linear between points, flat before the first, last slope beyond the end."""
     xs, ys = np.asarray(points, dtype=np.float64).T
     ys = np.maximum.accumulate(ys)
@@ -144,11 +147,11 @@ def _staircase(
     eager = [(x, y) for x, y in eager if x > limit]
     # Leaving the graphs is a real jump: the first eager point is not blended with
     # the last graph. Without eager points the graphs' slope is all there is.
-    values = _interpolate(sizes, eager or graph)
+    values = interpolate(sizes, eager or graph)
     if graph:
         inside = sizes <= limit
         padded = steps[np.searchsorted(steps, sizes[inside])]
-        values[inside] = _interpolate(padded, graph)
+        values[inside] = interpolate(padded, graph)
     return values
 
 
@@ -167,7 +170,7 @@ def costs_from_samples(
     its verify is the varlen table at one token per request.
 
     Args:
-        samples: Timed passes, any order, repeats welcome.
+        samples: Timed passes without context, any order, repeats welcome.
         depths: Enabled draft depths.
         max_num_reqs: Largest request count to cover.
         max_num_tokens: Largest target token count to cover.
@@ -248,8 +251,8 @@ def costs_from_sps_curve(
     ordered = sorted(set(depths))
     return StepCosts(
         {d: np.zeros(max_num_reqs + 1) for d in ordered},
-        {d: _interpolate(reqs * (d + 1), curve) for d in ordered},
-        _interpolate(np.arange(max_num_tokens + 1, dtype=np.float64), curve),
+        {d: interpolate(reqs * (d + 1), curve) for d in ordered},
+        interpolate(np.arange(max_num_tokens + 1, dtype=np.float64), curve),
         overhead_ms=overhead_ms,
         whole_step=True,
     )

@@ -13,7 +13,7 @@ Invariants (pinned by tests/.../dspark/test_step_costs.py):
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ SCHEMA = "vllm-dspark-sps-curve"
 VERSION = 1
 # Keeps rates finite when a clock with coarse ticks reports 0 ms.
 MIN_VERIFY_MS = 1e-6
+_BY_DEPTH = ("draft_ms", "verify_uniform_ms", "verify_context_ms", "draft_context_ms")
 Points = list[tuple[int, float]]
 REPROFILE = "check dspark_sps_curve, or let 'auto' measure it again"
 
@@ -46,9 +47,11 @@ def _table(name: str, values: Any, num_entries: int | None, floor: float) -> np.
 class StepCosts:
     """Step cost tables in milliseconds, read-only and never falling with size.
 
-    A step costs ``draft_ms[d][R] + verify + overhead_ms`` where verify is
+    A step costs ``draft_ms[d][R] + verify + context + overhead_ms`` where verify is
     ``verify_uniform_ms[d][R]`` if every request is ``d + 1`` tokens wide, else
-    ``verify_varlen_ms[num_target_tokens]``.
+    ``verify_varlen_ms[num_target_tokens]``, both without any context, and context
+    is the mean context of the requests times ``verify_context_ms[w][R] +
+    draft_context_ms[d][R]`` for drafts in hand of width w.
 
     Attributes:
         draft_ms: Per enabled depth (ascending), float64 [max_num_reqs + 1]. Depth 0
@@ -56,6 +59,9 @@ class StepCosts:
         verify_uniform_ms: Per enabled depth, float64 [max_num_reqs + 1]. Depth 0 is
             plain decoding, one token per request.
         verify_varlen_ms: float64 [max_num_tokens + 1], by target tokens.
+        verify_context_ms: Per depth, milliseconds for each token of mean context,
+            float64 [max_num_reqs + 1]; a missing depth costs nothing.
+        draft_context_ms: The same of the drafter.
         overhead_ms: Fixed cost of every step, >= 0.
         whole_step: The tables come from a curve of whole steps: the draft time is
             inside the verify tables, so they cannot tell depths apart.
@@ -71,6 +77,8 @@ class StepCosts:
     overhead_ms: float = 0.0
     whole_step: bool = False
     num_stalled_samples: int = 0
+    verify_context_ms: Mapping[int, np.ndarray] = field(default_factory=dict)
+    draft_context_ms: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check, make monotone and freeze every table."""
@@ -87,9 +95,16 @@ class StepCosts:
                 "(key dspark_sps_overhead_ms of --speculative-config)."
             )
         size = len(self.draft_ms[depths[0]])
-        for attr, floor in (("draft_ms", 0.0), ("verify_uniform_ms", MIN_VERIFY_MS)):
+        nothing = np.zeros(size)
+        for attr, floor in (
+            ("draft_ms", 0.0),
+            ("verify_uniform_ms", MIN_VERIFY_MS),
+            ("verify_context_ms", 0.0),
+            ("draft_context_ms", 0.0),
+        ):
+            given = getattr(self, attr)
             tables = {
-                d: _table(f"{attr}[{d}]", getattr(self, attr)[d], size, floor)
+                d: _table(f"{attr}[{d}]", given.get(d, nothing), size, floor)
                 for d in depths
             }
             object.__setattr__(self, attr, MappingProxyType(tables))
@@ -111,16 +126,71 @@ class StepCosts:
         """Largest target token count the tables cover."""
         return len(self.verify_varlen_ms) - 1
 
-    def uniform_step_ms(self, depth: int, num_reqs: int) -> float:
+    def context_ms(
+        self, width: int, depth: int, num_reqs: int, context_tokens: float
+    ) -> float:
+        """Time that attention to the context takes, milliseconds.
+
+        Args:
+            width: Drafts in hand of every request; an unknown width (a mixed batch)
+                is priced as the deepest.
+            depth: Enabled depth of the drafter pass.
+            num_reqs: Requests R.
+            context_tokens: Mean context of the requests, >= 0.
+        """
+        verify = self.verify_context_ms.get(width)
+        if verify is None:
+            verify = self.verify_context_ms[self.depths[-1]]
+        per_token = verify[num_reqs] + self.draft_context_ms[depth][num_reqs]
+        return float(per_token) * context_tokens
+
+    def uniform_step_ms(
+        self, depth: int, num_reqs: int, context_tokens: float = 0.0
+    ) -> float:
         """Whole-step time of the fixed path at ``depth``, milliseconds."""
         verify = self.verify_uniform_ms[depth][num_reqs]
-        return float(self.draft_ms[depth][num_reqs] + verify + self.overhead_ms)
+        context = self.context_ms(depth, depth, num_reqs, context_tokens)
+        draft = self.draft_ms[depth][num_reqs]
+        return float(draft + verify + context + self.overhead_ms)
 
-    def sps_curve(self, depth: int | None = None) -> tuple[tuple[int, float], ...]:
+    def fitted(
+        self, depths: Sequence[int], max_num_reqs: int, max_num_tokens: int
+    ) -> "StepCosts":
+        """Return the part that an engine needs.
+
+        Raises:
+            ValueError: The tables do not cover it; the message completes "because".
+        """
+        missing = sorted(set(depths) - set(self.depths))
+        if missing:
+            raise ValueError(f"they lack draft depths {missing} of {list(depths)}")
+        for name, covered, needed in (
+            ("max_num_seqs", self.max_num_reqs, max_num_reqs),
+            ("max_num_batched_tokens", self.max_num_tokens, max_num_tokens),
+        ):
+            if covered < needed:
+                raise ValueError(f"they end at {name} {covered}, below {needed}")
+
+        def cut(tables: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+            return {d: tables[d][: max_num_reqs + 1] for d in depths}
+
+        return replace(
+            self,
+            draft_ms=cut(self.draft_ms),
+            verify_uniform_ms=cut(self.verify_uniform_ms),
+            verify_varlen_ms=self.verify_varlen_ms[: max_num_tokens + 1],
+            verify_context_ms=cut(self.verify_context_ms),
+            draft_context_ms=cut(self.draft_context_ms),
+        )
+
+    def sps_curve(
+        self, depth: int | None = None, context_tokens: float = 0.0
+    ) -> tuple[tuple[int, float], ...]:
         """Steps per second of the fixed path, for display and :func:`find_knee`.
 
         Args:
             depth: Enabled depth; None for the deepest.
+            context_tokens: Mean context of the requests.
 
         Returns:
             ``(target tokens, steps/s)`` at request counts 1, 2, 4, ... and the largest.
@@ -128,7 +198,7 @@ class StepCosts:
         depth = self.depths[-1] if depth is None else depth
         sizes = [1 << i for i in range(self.max_num_reqs.bit_length())]
         return tuple(
-            (r * (depth + 1), 1000.0 / self.uniform_step_ms(depth, r))
+            (r * (depth + 1), 1000.0 / self.uniform_step_ms(depth, r, context_tokens))
             for r in sorted({*sizes, self.max_num_reqs} - {0})
         )
 
@@ -138,9 +208,9 @@ class StepCosts:
             "schema": SCHEMA,
             "version": VERSION,
             "sps_curve": [list(point) for point in self.sps_curve()],
-            "draft_ms": {str(d): t.tolist() for d, t in self.draft_ms.items()},
-            "verify_uniform_ms": {
-                str(d): t.tolist() for d, t in self.verify_uniform_ms.items()
+            **{
+                name: {str(d): t.tolist() for d, t in getattr(self, name).items()}
+                for name in _BY_DEPTH
             },
             "verify_varlen_ms": self.verify_varlen_ms.tolist(),
             "overhead_ms": self.overhead_ms,
@@ -155,7 +225,9 @@ class StepCosts:
         Raises:
             ValueError: another schema or version, a missing key, a bad table.
         """
-        found = (data.get("schema"), data.get("version"))
+        found = None
+        if isinstance(data, Mapping):
+            found = (data.get("schema"), data.get("version"))
         if found != (SCHEMA, VERSION):
             raise ValueError(
                 f"cost file has schema, version = {found}, expected "
@@ -163,9 +235,9 @@ class StepCosts:
             )
         try:
             return cls(
-                draft_ms={int(d): t for d, t in data["draft_ms"].items()},
-                verify_uniform_ms={
-                    int(d): t for d, t in data["verify_uniform_ms"].items()
+                **{
+                    name: {int(d): t for d, t in data[name].items()}
+                    for name in _BY_DEPTH
                 },
                 verify_varlen_ms=data["verify_varlen_ms"],
                 overhead_ms=float(data["overhead_ms"]),

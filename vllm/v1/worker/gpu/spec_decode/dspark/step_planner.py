@@ -21,6 +21,8 @@ from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import SHORT_CONTEXT_TOKENS
 from vllm.v1.worker.gpu.spec_decode.dspark.depth import DepthController
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     PlanInputs,
@@ -28,6 +30,10 @@ from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     plan_budget,
     plan_depth,
     threshold_budget,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
+    PlannedBatch,
+    StepCorrector,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +86,8 @@ class StepPlanner:
         env: The operational switches.
         costs: Step costs and knee of this worker.
         mirror: The confidences.
+        num_computed_tokens: The runner's host view of each slot's context, the same
+            on every rank. Shape [max_num_reqs], int32.
         num_speculative_steps: Logical depth K.
         max_total_logits: Most logits rows that a trimmed batch may have.
         num_bonus_tokens: Logits rows of a request besides its drafts.
@@ -92,6 +100,7 @@ class StepPlanner:
         *,
         costs: CapacityCosts,
         mirror: ConfidenceMirror,
+        num_computed_tokens: np.ndarray,
         num_speculative_steps: int,
         max_total_logits: int,
         num_bonus_tokens: int,
@@ -99,6 +108,11 @@ class StepPlanner:
         self.config = config
         self.costs = costs
         self.mirror = mirror
+        self._num_computed_tokens = num_computed_tokens
+        self._context_tokens = float(SHORT_CONTEXT_TOKENS)
+        # What serving teaches about measured costs; None for costs that were given.
+        self.corrector: StepCorrector | None = None
+        self._planned: PlannedBatch | None = None
         self.num_speculative_steps = num_speculative_steps
         self._max_total_logits = max_total_logits
         self._num_bonus_tokens = num_bonus_tokens
@@ -136,11 +150,45 @@ class StepPlanner:
                 self._controller.reset()
             self._steps_since_wish = DEPTH_PLAN_INTERVAL
         self.mirror.land()
+        # An upper bound by the drafts in flight, which is nothing beside a context.
+        slots = batch.idx_mapping_np
+        self._context_tokens = float(self._num_computed_tokens[slots].mean())
+        if self.corrector is not None:
+            self.corrector.learn()
         plan = self._plan_budget(batch)
+        if self.corrector is not None:
+            self._planned = self._describe(batch, plan)
         if self._controller is None:
             return plan
         depth = self._plan_depth(batch, num_decodes)
         return replace(plan, next_depth=depth, num_decodes=num_decodes)
+
+    def published(self, draft_depth: int) -> None:
+        """Await the time of the step that was just published.
+
+        Args:
+            draft_depth: Depth that it drafted at.
+        """
+        if self.corrector is None:
+            return
+        serial = self.mirror.serial
+        if self._planned is not None:
+            self.corrector.note(serial, self._planned, draft_depth)
+        self.corrector.times.exchange(serial)
+
+    def _describe(self, batch: "BatchReqState", plan: StepPlan) -> PlannedBatch:
+        drafts = batch.num_draft_tokens_np
+        width = -1
+        if drafts is not None and drafts.min() == drafts.max():
+            width = int(drafts[0])
+        return PlannedBatch(
+            num_reqs=len(batch.req_ids),
+            num_tokens=plan.num_tokens if plan.trims else batch.num_tokens,
+            width=width,
+            trims=plan.trims,
+            decode_only=not batch.is_prefilling_np.any(),
+            context_tokens=self._context_tokens,
+        )
 
     def depth_of_load(self) -> tuple[int, ...]:
         """Return the depth to begin with by number of requests, K below the knee.
@@ -213,7 +261,13 @@ class StepPlanner:
             int(np.count_nonzero(sampling)),
             survival,
         )
-        return plan_budget(inputs, self.costs.step_costs).draft_budget
+        return plan_budget(
+            inputs, self.costs.step_costs, correction=self._correction
+        ).draft_budget
+
+    @property
+    def _correction(self) -> CostCorrection | None:
+        return None if self.corrector is None else self.corrector.correction
 
     def _inputs(
         self,
@@ -233,6 +287,7 @@ class StepPlanner:
             current_depth=depth,
             next_survival=next_survival,
             depths=self.depths,
+            context_tokens=self._context_tokens,
         )
 
     def _plan_depth(self, batch: "BatchReqState", num_decodes: int) -> int:
@@ -249,7 +304,9 @@ class StepPlanner:
             survival = self.mirror.survival_probs(slots)
             drafts = np.full(len(slots), self.num_speculative_steps, dtype=np.int32)
             inputs = self._inputs(survival, drafts, num_decodes, num_decodes, survival)
-            self._wished_depth = plan_depth(inputs, self.costs.step_costs).draft_depth
+            self._wished_depth = plan_depth(
+                inputs, self.costs.step_costs, correction=self._correction
+            ).draft_depth
         return self._controller.update(self._wished_depth, num_decodes)
 
     def _cap(self, budget: int, num_scheduled: int, num_reqs: int) -> int:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of command-line options; a bad value is a usage error that names it."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def positive_int(text: str) -> int:
+    """Read an integer >= 1."""
+    return _integer(text, 1)
+
+
+def natural(text: str) -> int:
+    """Read an integer >= 0."""
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
+    return value
+
+
+def number(
+    low: float, high: float = math.inf, *, open_low: bool = False
+) -> Callable[[str], float]:
+    """Return a reader of finite numbers in ``[low, high]``, or ``(low, high]``."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        inside = (low < value if open_low else low <= value) and value <= high
+        if not (math.isfinite(value) and inside):
+            bounds = f"{'>' if open_low else '>='} {low:g}"
+            bounds += "" if high == math.inf else f" and <= {high:g}"
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
+        return value
+
+    return read
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return a reader of comma-separated values."""
+
+    def read(text: str) -> list[Any]:
+        found = []
+        for part in text.split(","):
+            try:
+                found.append(kind(part.strip()))
+            except ValueError:
+                raise argparse.ArgumentTypeError(
+                    f"{part!r} in {text!r} is not a number"
+                ) from None
+        return found
+
+    return read
+
+
+def readable_file(text: str) -> Path:
+    """Return the path of a file that exists."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file")
+    return path

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run left behind: cost tables and measured throughput, from files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulator.correction import ServedStep
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+
+SETUP_BENCH, SWEEP_BENCH = "sweep_concurrency.setup", "sweep_concurrency"
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path}: {e}") from e
+    try:
+        whole = json.loads(text)
+        return whole if isinstance(whole, list) else [whole]
+    except json.JSONDecodeError:
+        pass
+    try:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} holds neither JSON nor JSON lines: {e}") from e
+
+
+def load_costs(path: Path) -> StepCosts:
+    """Read cost tables: a cost file, or a sweep's records with a capacity arm.
+
+    Of several capacity arms the last counts.
+
+    Raises:
+        ValueError: The file is unreadable or holds no cost tables.
+    """
+    found = None
+    for record in _records(path):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}: expected JSON objects, found {record!r}")
+        if "draft_ms" in record:
+            found = record
+        elif record.get("bench") == SETUP_BENCH and record["arm"].startswith("capa"):
+            found = record["case"].get("costs", found)
+    if found is None:
+        raise ValueError(
+            f"{path} holds no cost tables: give a cost file with draft_ms, or the "
+            "records of a sweep with a capacity arm"
+        )
+    return StepCosts.from_json(found)
+
+
+def load_throughput(path: Path) -> dict[tuple[int, str], float]:
+    """Read measured tok/s by (concurrency, arm): the median of later repetitions.
+
+    Raises:
+        ValueError: The file is unreadable or holds no throughput.
+    """
+    found = {
+        (r["case"]["concurrency"], r["arm"]): float(r["median"])
+        for r in _records(path)
+        if r.get("bench") == SWEEP_BENCH and "part" not in r["case"]
+    }
+    if not found:
+        raise ValueError(f"{path} holds no throughput records of sweep_concurrency")
+    return found
+
+
+def load_served_steps(path: Path) -> list[ServedStep]:
+    """Read the step times of full decode batches.
+
+    Raises:
+        ValueError: The file is unreadable or holds none.
+    """
+    found = [
+        ServedStep(r["case"]["concurrency"], round(float(width)), float(ms))
+        for r in _records(path)
+        if r.get("bench") == f"{SWEEP_BENCH}.steps"
+        for width, ms in (r["case"].get("step_ms") or {}).items()
+        if float(width).is_integer()
+    ]
+    if not found:
+        raise ValueError(f"{path} holds no step times (sweep_concurrency.steps)")
+    return found

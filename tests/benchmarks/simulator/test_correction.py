@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost tables follow the step times of a served sweep."""
+
+import numpy as np
+import pytest
+
+from benchmarks.simulator.correction import ServedStep, correct_costs, step_ratios
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+
+REQS = np.arange(65)
+COSTS = StepCosts(
+    {3: 1.0 + 0.0 * REQS, 7: 2.0 + 0.0 * REQS},
+    {3: 5.0 + 0.1 * REQS, 7: 5.0 + 0.2 * REQS},
+    5.0 + 0.025 * np.arange(513),
+)
+
+
+def served(ratio_of_tokens, loads=(8, 16, 32, 64)):
+    return [
+        ServedStep(r, d + 1, ratio_of_tokens(r * (d + 1)) * COSTS.uniform_step_ms(d, r))
+        for d in (3, 7)
+        for r in loads
+    ]
+
+
+def test_served_as_profiled_changes_nothing():
+    corrected = correct_costs(COSTS, served(lambda tokens: 1.0))
+    np.testing.assert_allclose(corrected.verify_varlen_ms, COSTS.verify_varlen_ms)
+    for d in (3, 7):
+        np.testing.assert_allclose(corrected.draft_ms[d], COSTS.draft_ms[d])
+
+
+def test_ratio_is_interpolated_between_and_held_beyond():
+    corrected = correct_costs(COSTS, served(lambda t: 1.0 if t <= 64 else 1.2))
+    ratio = corrected.verify_varlen_ms / COSTS.verify_varlen_ms
+    assert ratio[8] == pytest.approx(1.0) and ratio[512] == pytest.approx(1.2)
+    assert 1.0 < ratio[90] < 1.2
+
+
+def test_one_noisy_cell_does_not_move_the_curve():
+    steps = served(lambda tokens: 1.0)
+    noisy = [
+        ServedStep(
+            s.num_reqs,
+            s.width,
+            s.ms * (1.3 if (s.num_reqs, s.width) == (16, 8) else 1.0),
+        )
+        for s in steps
+    ]
+    noisy = [s for s in noisy if (s.num_reqs, s.width) != (32, 4)]
+    assert max(step_ratios(COSTS, noisy).values()) == pytest.approx(1.3)
+    corrected = correct_costs(COSTS, noisy)
+    np.testing.assert_allclose(corrected.verify_varlen_ms, COSTS.verify_varlen_ms)
+
+
+def test_steps_that_fit_no_table_are_an_error():
+    with pytest.raises(ValueError, match="fixed arms"):
+        correct_costs(COSTS, [ServedStep(8, 3, 7.0), ServedStep(65, 4, 7.0)])

@@ -8,6 +8,10 @@ Every arm is an engine in a process of its own; all live on the GPU at once, and
 loads alternate between them, so that drift of the machine hits all arms alike. Arms
 that profile their costs start last, when the others are idle. The first repetition
 is a record of its own: it shows stalls.
+
+Requests carry seeds, and synthetic acceptance draws by seed and token position, so
+all arms see the same draws. ``--acceptance coupled`` gives each request and position
+its own probability, which the sampler accepts with and the confidence head reports.
 """
 
 import argparse
@@ -25,29 +29,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import Progress  # noqa: E402
 
+from benchmarks.acceptance.world import (  # noqa: E402
+    DEFAULT_PROFILE,
+    World,
+    check_profile,
+)
+from benchmarks.arguments import list_of, natural, number, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records, print_table  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.checkpoints import PRESETS, write_preset  # noqa: E402
 from benchmarks.sweep.engine import EngineSetup, Load, run  # noqa: E402
 
-# Unconditional acceptance by position of the baseline.
-DEFAULT_RATES = "0.82,0.66,0.53,0.42,0.33,0.26,0.20"
 # Seconds for one engine to start, kernels compiled from cold.
 START_LIMIT_S = 420
-
-
-def _list_of(kind: type) -> Any:
-    def parse(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",")]
-
-    return parse
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= 1")
-    return value
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
@@ -58,22 +52,34 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
         arms: Default of ``--arms``.
     """
     add = parser.add_argument
-    add("--arms", type=_list_of(str), default=arms.split(","))
+    add("--arms", type=list_of(str), default=arms.split(","))
     add("--preset", choices=sorted(PRESETS), default="tiny-dims")
     add("--target", help="target checkpoint instead of a preset")
     add("--draft", help="draft checkpoint instead of a preset")
-    add("--acceptance", choices=("rates", "real"), default="rates")
-    add("--rates", type=_list_of(float), default=_list_of(float)(DEFAULT_RATES))
-    add("--full-depth", type=_positive, default=7, help="K of pinnedD arms")
-    add("--max-model-len", type=_positive, default=2048)
-    add("--tensor-parallel-size", type=_positive, default=1)
+    add(
+        "--acceptance",
+        choices=("rates", "coupled", "real"),
+        default="rates",
+        help="rates: vLLM's synthetic acceptance, the head reports the mean; coupled: "
+        "a probability per request and position, which the head reports",
+    )
+    rate = number(0, 1, open_low=True)
+    add("--rates", type=list_of(rate), default=list(DEFAULT_PROFILE))
+    spread = "logits, of coupled acceptance"
+    add("--spread-request", type=number(0, 3), default=1.0, help=spread)
+    add("--spread-position", type=number(0, 3), default=1.0, help=spread)
+    add("--confidence-scale", type=number(0, open_low=True), default=1.0)
+    add("--confidence-shift", type=number(-40, 40), default=0.0, help="logits")
+    add("--full-depth", type=positive_int, default=7, help="K of pinnedD arms")
+    add("--max-model-len", type=positive_int, default=2048)
+    add("--tensor-parallel-size", type=positive_int, default=1)
     add("--dtype", help="model dtype instead of the checkpoint's")
-    add("--max-num-seqs", type=_positive, default=256)
-    add("--max-num-batched-tokens", type=_positive, default=8192)
-    add("--max-cudagraph-capture-size", type=_positive, default=1024)
+    add("--max-num-seqs", type=positive_int, default=256)
+    add("--max-num-batched-tokens", type=positive_int, default=8192)
+    add("--max-cudagraph-capture-size", type=positive_int, default=1024)
     add("--gpu-memory-utilization", type=float, default=None)
     add("--kv-cache-gib", type=float, help="KV cache of each arm, instead of sizing it")
-    add("--seed", type=int, default=0)
+    add("--seed", type=natural, default=0)
 
 
 def check_engine_arguments(
@@ -103,8 +109,14 @@ def check_engine_arguments(
     deepest = max(
         arm.num_speculative_tokens(args.full_depth) for arm in args.parsed_arms
     )
-    if args.acceptance == "rates" and len(args.rates) < deepest:
+    if args.acceptance == "real":
+        return
+    if len(args.rates) < deepest:
         parser.error(f"--rates has {len(args.rates)} entries, the arms need {deepest}")
+    try:
+        check_profile(args.rates)
+    except ValueError as e:
+        parser.error(f"--rates: {e}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -114,10 +126,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_engine_arguments(parser, arms="none,fixed3,capacity7")
     add = parser.add_argument
-    add("--concurrency", type=_list_of(_positive), default=[1, 8])
-    add("--repetitions", type=_positive, default=3)
-    add("--prompt-len", type=_positive, default=64)
-    add("--output-len", type=_positive, default=128)
+    add("--concurrency", type=list_of(positive_int), default=[1, 8])
+    add("--repetitions", type=positive_int, default=3)
+    add("--prompt-len", type=positive_int, default=64)
+    add("--output-len", type=positive_int, default=128)
     add("--out", type=Path, default=Path("out/sweep.jsonl"))
     args = parser.parse_args(argv)
     check_engine_arguments(parser, args)
@@ -148,6 +160,16 @@ def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if args.target is None:
         llm |= {"load_format": "dummy", "skip_tokenizer_init": True}
     return llm
+
+
+def _world(args: argparse.Namespace) -> World:
+    return World.with_profile(
+        args.rates,
+        spread_request=args.spread_request,
+        spread_position=args.spread_position,
+        confidence_scale=args.confidence_scale,
+        confidence_shift=args.confidence_shift,
+    )
 
 
 class ArmProcess:
@@ -213,6 +235,7 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
                 draft=draft,
                 full_depth=args.full_depth,
                 rates=rates,
+                world=_world(args) if args.acceptance == "coupled" else None,
                 llm=_llm_arguments(args),
                 environ=knee if arm.holds_depth else {},
             )
@@ -263,13 +286,15 @@ def sweep(args: argparse.Namespace, arms: list[ArmProcess]) -> list[Record]:
                     progress.advance(task)
     records = []
     for (concurrency, name), found in samples.items():
-        case = {"concurrency": concurrency, "acceptance": args.acceptance}
-        rates = [f["tok_s"] for f in found]
-        steps = {
-            k: v
-            for k, v in found[-1].items()
-            if k.startswith(("num", "mean", "step", "surv"))
+        case: dict[str, Any] = {
+            "concurrency": concurrency,
+            "acceptance": args.acceptance,
         }
+        if args.acceptance == "coupled":
+            case["spread"] = [args.spread_request, args.spread_position]
+        rates = [f["tok_s"] for f in found]
+        shown = ("num", "mean", "step", "survival")
+        steps = {k: v for k, v in found[-1].items() if k.startswith(shown)}
         bench = "sweep_concurrency"
         records += [
             Record(

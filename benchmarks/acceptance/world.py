@@ -21,8 +21,9 @@ Invariants (pinned by tests/benchmarks/acceptance/test_world.py):
   * What the confidence head reports never changes what is accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -124,6 +125,15 @@ class World:
         return cls(
             biases, spread_request, spread_position, confidence_scale, confidence_shift
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the world in a form that JSON keeps exactly."""
+        return {**vars(self), "biases": self.biases.tolist()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "World":
+        """Rebuild what :meth:`to_json` returned."""
+        return cls(**{**data, "biases": np.asarray(data["biases"], dtype=np.float64)})
 
     def up_to(self, num_drafts: int) -> "World":
         """Return the same world for draft indices below ``num_drafts``."""

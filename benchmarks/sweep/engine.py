@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-# What the ranks apply, JSON: {"rates": unconditional acceptance by position}.
+from benchmarks.acceptance.world import World
+from benchmarks.simulator.engine import request_seed
+
+# What the ranks apply, JSON: {"rates": unconditional acceptance by position} or
+# {"world": World.to_json()} or {}.
 SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
 # By name only: importing it in this process would leave nothing to the ranks.
 WORKER_EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
@@ -28,6 +32,7 @@ class EngineSetup:
         full_depth: K of arms that hold a lower depth.
         rates: Unconditional acceptance by position for synthetic acceptance; None
             verifies real drafts.
+        world: Of coupled acceptance; then ``rates`` is not read.
         llm: Keyword arguments of ``LLM``.
         environ: Environment variables of the process.
     """
@@ -37,6 +42,7 @@ class EngineSetup:
     draft: str
     full_depth: int
     rates: tuple[float, ...] | None = None
+    world: World | None = None
     llm: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,7 +95,12 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
     arm = Arm.parse(setup.arm)
     config = arm.speculative_config(setup.draft, setup.full_depth)
     worker: dict[str, Any] = {}
-    if config is not None and setup.rates is not None:
+    if config is not None and setup.world is not None:
+        num_tokens = config["num_speculative_tokens"]
+        config["rejection_sample_method"] = "synthetic"
+        config["synthetic_acceptance_rates"] = [1.0] * num_tokens
+        worker["world"] = setup.world.up_to(num_tokens).to_json()
+    elif config is not None and setup.rates is not None:
         rates = setup.rates[: config["num_speculative_tokens"]]
         config["rejection_sample_method"] = "synthetic"
         config["synthetic_acceptance_rates"] = list(rates)
@@ -124,14 +135,19 @@ def _serve(llm: Any, load: Load) -> dict[str, Any]:
 
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=load.output_len,
-        ignore_eos=load.prompts is None,
-        detokenize=False,
-    )
     if load.held_depth is not None:
         llm.collective_rpc("sweep_hold_depth", args=(load.held_depth,))
+    # Synthetic acceptance draws by seed and position: the same for every arm.
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=load.output_len,
+            ignore_eos=load.prompts is None,
+            detokenize=False,
+            seed=request_seed(load.seed, number),
+        )
+        for number in range(load.concurrency)
+    ]
     prompts = load.prompts or _random_prompts(load)
     llm.collective_rpc("sweep_take")
     if torch.cuda.is_available():

@@ -172,5 +172,10 @@ def _report_true_confidence(rates: list[float]) -> None:
 
 
 _APPLIED = json.loads(os.environ.get(SETUP_VARIABLE, "{}"))
-if _APPLIED.get("rates"):
+if "rates" in _APPLIED:
     _report_true_confidence(_APPLIED["rates"])
+if "world" in _APPLIED:
+    from benchmarks.acceptance.world import World
+    from benchmarks.sweep.coupled import install
+
+    install(World.from_json(_APPLIED["world"]))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The acceptance model meets its mean profile and is the same world for all arms."""
 
+import json
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -93,3 +95,10 @@ def test_miscalibration_changes_the_report_only():
 def test_bad_worlds_are_refused_by_name(changes, named):
     with pytest.raises(ValueError, match=named):
         World.with_profile(**changes)
+
+
+def test_json_keeps_a_world_exactly():
+    world = World.with_profile(spread_request=0.3, spread_position=1.1).up_to(5)
+    back = World.from_json(json.loads(json.dumps(world.to_json())))
+    assert back.biases.tolist() == world.biases.tolist()
+    assert back.to_json() == world.to_json()

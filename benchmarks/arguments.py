@@ -3,7 +3,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,20 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
                     f"{part!r} in {text!r} is not a number"
                 ) from None
         return found
+
+    return read
+
+
+def one_of(allowed: Iterable[str]) -> Callable[[str], str]:
+    """Return a reader of one of several words."""
+    words = tuple(allowed)
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(words)}"
+            )
+        return text
 
     return read
 

@@ -28,7 +28,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from common import Record, append_records, interleave, print_table
 from tqdm import tqdm
 
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
@@ -43,6 +42,15 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
     StepCorrector,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from benchmarks.arguments import natural, positive_int  # noqa: E402
+from benchmarks.common import (  # noqa: E402
+    Record,
+    append_records,
+    interleave,
+    print_table,
+)
 
 BURST = 20
 # Upstream's ranking of drafts on the device.
@@ -147,18 +155,25 @@ def burst_us(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - start) / BURST / 1000.0
 
 
-def main() -> None:
-    """Run the cases, print the table and write the records."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
     parser = argparse.ArgumentParser(
         description="Host time of one plan, next to upstream's."
     )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
-    parser.add_argument("--num-reqs", type=int, nargs="+", default=[8, 64, 256, 1024])
-    parser.add_argument("--depths", type=int, nargs="+", default=[5, 7, 16])
-    parser.add_argument("--repeats", type=int, default=30, help="bursts per arm")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument(
+        "--num-reqs", type=positive_int, nargs="+", default=[8, 64, 256, 1024]
+    )
+    parser.add_argument("--depths", type=positive_int, nargs="+", default=[5, 7, 16])
+    add = parser.add_argument
+    add("--repeats", type=positive_int, default=30, help="bursts per arm")
+    add("--seed", type=natural, default=0)
+    return parser.parse_args(argv)
 
+
+def main() -> None:
+    """Run the cases, print the table and write the records."""
+    args = parse_args()
     torch.set_num_threads(1)
     cases = [(r, k) for k in args.depths for r in args.num_reqs]
     records: list[Record] = []

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive_int  # noqa: E402
 from benchmarks.common import Record, append_records  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
@@ -38,10 +39,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_engine_arguments(parser, arms="fixed7,capacity7")
     add = parser.add_argument
     add("--prompts", type=Path, help="JSON lines with a field 'prompt'")
-    add("--num-prompts", type=int, default=64)
+    add("--num-prompts", type=positive_int, default=64)
     add("--waves", default="64,1,17", help="requests at once, one load after another")
-    add("--prompt-len", type=int, default=32, help="of random prompts")
-    add("--output-len", type=int, default=96)
+    add("--prompt-len", type=positive_int, default=32, help="of random prompts")
+    add("--output-len", type=positive_int, default=96)
     add("--out", type=Path, default=Path("out/lossless.jsonl"))
     args = parser.parse_args(argv)
     args.arms = ["none", *(a for a in args.arms if a != "none")]

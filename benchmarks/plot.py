@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws throughput by concurrency from the JSON lines of sweep_concurrency.py.
+"""Draws throughput by concurrency from the JSON lines of a sweep or a simulation.
 
     python benchmarks/plot.py benchmarks/results/*sweep*.jsonl --out sweep.png
 
@@ -10,16 +10,45 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+DRAWN = ("sweep_concurrency", "simulate_capacity")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines.
+
+    Raises:
+        ValueError: The file is unreadable, or a line is not a record.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path}: {e}") from e
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["bench"], str) or "case" not in record:
+                raise KeyError("case")
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path}:{number} is not a benchmark record: {e!r}") from e
+        records.append(record)
+    return records
 
 
 def read_throughput(paths: Iterable[Path]) -> dict[str, dict[int, float]]:
-    """Return the median of the later repetitions: arm -> concurrency -> tok/s."""
+    """Return the median of the later repetitions: arm -> concurrency -> tok/s.
+
+    Raises:
+        ValueError: See :func:`read_records`.
+    """
     curves: dict[str, dict[int, float]] = {}
     for path in paths:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        for record in read_records(path):
             case = record["case"]
-            if record["bench"] == "sweep_concurrency" and "part" not in case:
+            drawn = record["bench"] in DRAWN and record["metric"] == "throughput"
+            if drawn and "part" not in case:
                 curve = curves.setdefault(record["arm"], {})
                 curve[case["concurrency"]] = record["median"]
     return curves
@@ -59,7 +88,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out/sweep.png"))
     args = parser.parse_args(argv)
-    curves = read_throughput(args.files)
+    try:
+        curves = read_throughput(args.files)
+    except ValueError as e:
+        parser.error(str(e))
     if not curves:
         parser.error("no throughput records in " + ", ".join(map(str, args.files)))
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -77,8 +77,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     add("--max-num-seqs", type=positive_int, default=256)
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-cudagraph-capture-size", type=positive_int, default=1024)
-    add("--gpu-memory-utilization", type=float, default=None)
-    add("--kv-cache-gib", type=float, help="KV cache of each arm, instead of sizing it")
+    add("--gpu-memory-utilization", type=number(0, 1, open_low=True))
+    add(
+        "--kv-cache-gib",
+        type=number(0, open_low=True),
+        help="KV cache of each arm, instead of sizing it",
+    )
     add("--seed", type=natural, default=0)
 
 

@@ -39,9 +39,17 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.arguments import (  # noqa: E402
+    list_of,
+    natural,
+    number,
+    one_of,
+    positive_int,
+)
 from benchmarks.common import Record, append_records, interleave, print_table  # noqa: E402
 
 BENCH = "admission"
+ARMS = ("kernel", "ours", "upstream", "eager")
 OUTPUTS = ("capacities_out", "cu_num_logits_out", "query_start_loc_out")
 ENGINE_REQS = 1024  # max_num_seqs of the engine that is imitated
 STEPS_PER_REPLAY = 20
@@ -232,35 +240,33 @@ def bench_case(case: Case, labels: dict, names: list[str], args) -> list[Record]
     ]
 
 
-def parse_args() -> argparse.Namespace:
-    def ints(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
-
-    def probability(text: str) -> float:
-        value = float(text)
-        if not 0.0 < value < 1.0:
-            raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-        return value
-
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line."""
+    ints = list_of(positive_int)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--arms", default="kernel,ours,upstream,eager")
+    parser.add_argument("--arms", type=list_of(one_of(ARMS)), default=list(ARMS))
     sizes = [8, 32, 64, 128, 256, 512, 1024]
     parser.add_argument("--num-reqs", type=ints, default=sizes)
     parser.add_argument("--num-steps", type=ints, default=[5, 7])
     parser.add_argument(
         "--families",
-        default="confident",
+        type=list_of(one_of(CONFIDENCE_FAMILIES)),
+        default=["confident"],
         help=f"of {', '.join(CONFIDENCE_FAMILIES)} ('ones' is the slowest for us)",
     )
-    parser.add_argument("--budget-frac", type=probability, default=0.5)
-    parser.add_argument("--rounds", type=int, default=30, help="samples per arm")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--budget-frac", type=number(0, 0.99, open_low=True), default=0.5
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int, default=30, help="samples per arm"
+    )
+    parser.add_argument("--seed", type=natural, default=0)
     parser.add_argument("--sweep-warps", type=ints, default=[], metavar="N,N")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def main() -> int:
@@ -275,12 +281,12 @@ def main() -> int:
     print(f"{check_all_families(args.device)} admissions equal the reference.")
     if args.device == "cpu":
         return 0
-    names = args.arms.split(",") + [f"w{n}" for n in args.sweep_warps]
+    names = args.arms + [f"w{n}" for n in args.sweep_warps]
     cases = [
         (num_reqs, num_steps, family)
         for num_steps in args.num_steps
         for num_reqs in args.num_reqs
-        for family in args.families.split(",")
+        for family in args.families
     ]
     records = []
     for num_reqs, num_steps, family in tqdm(cases, file=sys.stderr):

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad options of the benchmarks are usage errors that name the value."""
+
+import json
+
+import pytest
+
+from benchmarks import bench_planner, check_lossless, plot, sweep_concurrency
+from benchmarks.kernels import bench_admission
+from tests.helpers.paths import RESULTS
+
+SWEEP, PLANNER = sweep_concurrency.parse_args, bench_planner.parse_args
+ADMISSION, LOSSLESS = bench_admission.parse_args, check_lossless.parse_args
+
+
+@pytest.mark.parametrize(
+    ("parse", "options", "named"),
+    [
+        (SWEEP, ["--concurrency", "a,b"], "'a'"),
+        (SWEEP, ["--concurrency", "8,"], "''"),
+        (SWEEP, ["--concurrency", "0"], "'0'"),
+        (SWEEP, ["--arms", "fixed"], "'fixed'"),
+        (SWEEP, ["--rates", "0.5,x"], "'x'"),
+        (SWEEP, ["--rates", "0.5,0.6,0.4,0.3,0.2,0.1,0.05"], "rise"),
+        (SWEEP, ["--rates", "0.5", "--acceptance", "coupled"], "1 entries"),
+        (SWEEP, ["--spread-request", "9"], "'9'"),
+        (SWEEP, ["--kv-cache-gib", "-1"], "'-1'"),
+        (SWEEP, ["--gpu-memory-utilization", "2"], "'2'"),
+        (SWEEP, ["--acceptance", "real"], "--target"),
+        (LOSSLESS, ["--waves", "a"], "'a'"),
+        (LOSSLESS, ["--output-len", "0"], "'0'"),
+        (PLANNER, ["--num-reqs", "0"], "'0'"),
+        (PLANNER, ["--depths", "-1"], "'-1'"),
+        (PLANNER, ["--repeats", "none"], "'none'"),
+        (ADMISSION, ["--arms", "ours,theirs"], "'theirs'"),
+        (ADMISSION, ["--families", "odd"], "'odd'"),
+        (ADMISSION, ["--num-reqs", "a"], "'a'"),
+        (ADMISSION, ["--budget-frac", "0"], "'0'"),
+        (plot.main, ["no/such.jsonl"], "no/such.jsonl"),
+        (plot.main, [__file__], "test_usage_errors.py:1"),
+    ],
+)
+def test_bad_options_are_named(parse, options, named, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(options)
+    assert exit_.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parse", [SWEEP, PLANNER, ADMISSION, LOSSLESS])
+def test_defaults_are_accepted(parse):
+    assert parse([])
+
+
+def test_plot_reads_sweeps_and_simulations_and_refuses_other_json(tmp_path, capsys):
+    sweep = next(RESULTS.glob("*sweep-b.jsonl"))
+    simulated = tmp_path / "simulated.jsonl"
+    record = {
+        "bench": "simulate_capacity",
+        "case": {"concurrency": 4},
+        "arm": "oracle7",
+        "metric": "throughput",
+        "median": 1.0,
+    }
+    simulated.write_text(json.dumps(record) + "\n")
+    curves = plot.read_throughput([sweep, simulated])
+    assert curves["oracle7"] == {4: 1.0} and 256 in curves["capacity7"]
+    other = tmp_path / "other.json"
+    other.write_text("[1, 2]\n")
+    with pytest.raises(SystemExit):
+        plot.main([str(other)])
+    assert f"{other}:1" in capsys.readouterr().err

@@ -68,3 +68,26 @@ def test_bad_variable_names_itself_value_and_way_out(name, text):
 def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest():
     with pytest.raises(DSparkCapacityConfigError, match="'VLLM_DSPARK_TP_CHECK'"):
         DSparkCapacityEnv.from_environ({"VLLM_DSPARK_TPCHECK": "1"})
+
+
+def test_profile_options_are_read_and_checked():
+    names = {"REPEATS": "9", "WARMUP": "2", "SIZES": "64, 1,8,8"}
+    environ = {f"VLLM_DSPARK_PROFILE_{name}": text for name, text in names.items()}
+    env = DSparkCapacityEnv.from_environ(environ)
+    assert (env.profile_repeats, env.profile_warmup) == (9, 2)
+    assert env.profile_sizes == (1, 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("REPEATS", "0"),
+        ("WARMUP", "-1"),
+        ("SIZES", "1,0"),
+        ("SIZES", "1,,2"),
+        ("SIZES", "x"),
+    ],
+)
+def test_bad_profile_options_are_refused(name, text):
+    with pytest.raises(DSparkCapacityConfigError, match=f"PROFILE_{name}"):
+        DSparkCapacityEnv.from_environ({f"VLLM_DSPARK_PROFILE_{name}": text})

@@ -55,6 +55,11 @@ def _read_seconds(name: str, text: str) -> float:
         ) from None
 
 
+def _read_sizes(name: str, text: str) -> tuple[int, ...]:
+    read = _read_int(1)
+    return tuple(sorted({read(name, part.strip()) for part in text.split(",")}))
+
+
 def _bad_variable(name: str, text: str, allowed: str) -> DSparkCapacityConfigError:
     return bad_value(
         name, text, allowed=allowed, way_out=f"Correct the variable or unset {name}"
@@ -85,6 +90,13 @@ class DSparkCapacityEnv:
     """VLLM_DSPARK_TP_CHECK. 0: off; 1: check that ranks agree; 2: and dump."""
     cpu_rehearsal: bool = False
     """VLLM_DSPARK_CPU_REHEARSAL. Run the GPU model runner on a CPU, to test."""
+    profile_repeats: int = 3
+    """VLLM_DSPARK_PROFILE_REPEATS >= 1. Times that each batch is timed at start."""
+    profile_warmup: int = 0
+    """VLLM_DSPARK_PROFILE_WARMUP >= 0. Runs of each batch before it is timed."""
+    profile_sizes: tuple[int, ...] = ()
+    """VLLM_DSPARK_PROFILE_SIZES, comma-separated requests >= 1 at which every depth
+    is timed. Empty: spread over the captured sizes."""
     given: frozenset[str] = frozenset()
     """Names of the fields whose variable was set."""
 
@@ -163,5 +175,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "VLLM_DSPARK_CAPACITY_LOG_INTERVAL": ("log_interval_s", _read_seconds),
     "VLLM_DSPARK_STS_LOG_INTERVAL": ("sts_log_interval_s", _read_seconds),
     "VLLM_DSPARK_TP_CHECK": ("tp_check", _read_int(0, 2)),
+    "VLLM_DSPARK_PROFILE_REPEATS": ("profile_repeats", _read_int(1, 10_000)),
+    "VLLM_DSPARK_PROFILE_WARMUP": ("profile_warmup", _read_int(0, 10_000)),
+    "VLLM_DSPARK_PROFILE_SIZES": ("profile_sizes", _read_sizes),
     REHEARSAL_VARIABLE: ("cpu_rehearsal", _read_bool),
 }

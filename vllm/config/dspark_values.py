@@ -22,7 +22,8 @@ from typing import Any
 
 CURVE_SCHEMA = "vllm-dspark-sps-curve"
 CURVE_VERSION = 1
-MAX_CURVE_FILE_BYTES = 1 << 20
+# Full cost tables for 4096 requests and 65536 tokens are about 3 MiB.
+MAX_CURVE_FILE_BYTES = 1 << 23
 # Enough to recognise a value; a pasted curve must not fill the terminal.
 _MAX_SHOWN_CHARS = 120
 
@@ -241,7 +242,7 @@ def read_sps_curve(value: Any, origin: str = "inline") -> SpsCurveInput:
 
 
 def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
-    """Read a steps-per-second curve from a JSON file of at most 1 MiB.
+    """Read a steps-per-second curve from a JSON file of at most 8 MiB.
 
     Args:
         path: Regular file; a leading ``~`` is expanded.

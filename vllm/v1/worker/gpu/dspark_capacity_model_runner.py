@@ -21,6 +21,7 @@ from vllm.v1.spec_decode.dspark_capacity_report import (
     REPORT_ATTRIBUTE,
     CapacityReport,
 )
+from vllm.v1.worker.gpu.dspark_capture_meter import describe_capture
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.capacity import (
     CapacityManager,
@@ -160,6 +161,11 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         )
         size = super().capture_model(**kwargs)
         self.capacity.finish_start_up()
+        managers = (self.cudagraph_manager, self.speculator.query_cudagraph_manager)
+        logger.info_once(
+            "DSpark capacity start-up: %s",
+            describe_capture(managers, self.capacity.costs.profile_s),
+        )
         return size
 
     def _set_dummy_depth(self, depth: int) -> None:

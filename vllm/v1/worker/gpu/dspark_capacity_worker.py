@@ -42,13 +42,11 @@ def warn_not_built(config: DSparkCapacityConfig, env: DSparkCapacityEnv) -> None
             env.sts_log_interval_s,
             env.sts_log_interval_s,
         ),
-        ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", env.log_interval_s, env.log_interval_s),
     ):
         if given:
             logger.warning_once(
                 "%s=%s has no effect in this release: confidences are used as the "
-                "draft reports them, and the statistics line of vLLM carries the "
-                "capacity figures.",
+                "draft reports them.",
                 name,
                 value,
             )

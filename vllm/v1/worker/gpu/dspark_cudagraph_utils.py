@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     ModelCudaGraphManager,
 )
+from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
 
 Candidates = dict[tuple[int, int], list[BatchExecutionDescriptor]]
 CaptureDescs = dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
@@ -38,7 +39,7 @@ def ladder(max_value: int) -> list[int]:
     return [*sizes, max_value]
 
 
-class CapacityCudaGraphManager(ModelCudaGraphManager):
+class CapacityCudaGraphManager(ModelCudaGraphManager, MeteredCapture):
     """Captures uniform and varlen decode graphs; uniform ones win a tie.
 
     Uniform graphs exist for every enabled draft depth: the K-wide ones at the sizes

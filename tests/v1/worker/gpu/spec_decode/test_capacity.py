@@ -264,3 +264,22 @@ def test_start_up_warms_the_kernel_before_capacity_may_run(monkeypatch):
     manager.finish_start_up()
     assert warmed == [((False,), {})]
     assert manager.costs.ready
+
+
+@pytest.mark.parametrize("rank, interval, logs", [(0, 10, 1), (1, 10, 0), (0, 0, 0)])
+def test_rank_0_alone_logs_and_only_if_asked(monkeypatch, rank, interval, logs):
+    noted = []
+    monkeypatch.setattr(
+        module.CapacityLog, "note", lambda self, **figures: noted.append(figures)
+    )
+    env = make_env(CAPACITY_LOG_INTERVAL=interval, CAPACITY_ACTIVATION_BATCH_SIZE=2)
+    manager = build(env=env, group=FakeGroup(world_size=2, rank_in_group=rank))
+    manager.plan_step(make_batch([K]))
+    trimming_step(manager, make_batch([K, K]), 0.5)
+    assert len(noted) == 3 * logs
+    if logs:
+        below, _, trimmed = noted
+        assert below["depth"] is None and below["num_decodes"] == 1
+        assert trimmed["depth"] == K and trimmed["knee"] == 2
+        assert (trimmed["num_drafts"], trimmed["draft_budget"]) == (2 * K, K)
+        assert trimmed["ratio"] is None, "fraction mode has no costs to compare"

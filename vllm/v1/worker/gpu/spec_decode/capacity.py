@@ -48,7 +48,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import admit_drafts, warm_up
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_log import CapacityLog
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileOptions
 from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import StepCorrector
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
     FIXED,
@@ -98,6 +100,9 @@ class CapacityManager:
             req_states,
             depths=config.resolve_depths(num_steps, env),
             activation_batch_size=env.activation_batch_size,
+            options=ProfileOptions(
+                env.profile_repeats, env.profile_warmup, env.profile_sizes
+            ),
         )
         self.planner = StepPlanner(
             config,
@@ -113,6 +118,9 @@ class CapacityManager:
         self._tp_check = make_tp_check(
             env.tp_check, self._tp_group, self.mirror, max_reqs
         )
+        self._log: CapacityLog | None = None
+        if env.log_interval_s and self._tp_group.rank_in_group == 0:
+            self._log = CapacityLog(env.log_interval_s)
         self.capacities = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2 * max_reqs, dtype=torch.int32, device=device)
         # Depth to begin with at each load, for the scheduler.
@@ -151,7 +159,23 @@ class CapacityManager:
         self._plan, self._batch = self.planner.plan(batch), batch
         if self._tp_check is not None:
             self._tp_check.compare_plan(self._plan, batch)
+        if self._log is not None:
+            self._note_step(self._log, self._plan, batch)
         return self._plan
+
+    def _note_step(
+        self, log: CapacityLog, plan: StepPlan, batch: "BatchReqState"
+    ) -> None:
+        drafts, corrector = batch.num_draft_tokens_np, self.planner.corrector
+        depth = self.planner.num_speculative_steps if plan.active else None
+        log.note(
+            num_decodes=len(batch.req_ids) - int(batch.is_prefilling_np.sum()),
+            knee=self.costs.activation_num_reqs,
+            depth=depth if plan.next_depth is None else plan.next_depth,
+            num_drafts=0 if drafts is None else int(drafts.sum()),
+            draft_budget=plan.draft_budget,
+            ratio=None if corrector is None else corrector.last_ratio,
+        )
 
     def admit(
         self,

@@ -17,11 +17,13 @@ from tests.helpers.capacity_cases import (
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode.dspark import capacity_costs as module
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import (
-    NUM_REPEATS,
     CapacityCosts,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import CostCache
-from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileHooks
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
+    ProfileHooks,
+    ProfileOptions,
+)
 
 AUTO = {"dspark_sps_curve": "auto"}
 FLAT = {"dspark_sps_curve": [[1, 100.0], [1000, 100.0]]}
@@ -106,7 +108,7 @@ def test_costs_are_not_ready_before_they_were_set(keys):
 def test_auto_profiles_and_becomes_ready():
     costs = make_costs(AUTO)
     timings = profile(costs)
-    assert len(timings) % NUM_REPEATS == 0 and timings
+    assert len(timings) % ProfileOptions().repeats == 0 and timings
     assert not costs.ready, "capture has not finished"
     costs.finish()
     assert costs.ready
@@ -242,6 +244,28 @@ def test_context_is_priced_apart_from_the_batch():
         assert tables.context_ms(depth, depth, 4, 1000.0) == pytest.approx(
             4 * 1000 * CONTEXT_MS
         )
+
+
+def test_warmups_are_not_counted():
+    costs = make_costs(AUTO, options=ProfileOptions(repeats=1, warmup=2))
+    engine, ran = Engine(), []
+    run = engine.run
+
+    def cold_at_first(batch):
+        timing = run(batch)
+        ran.append((batch["num_tokens"], batch["context_len"], engine.depth))
+        is_cold = ran.count(ran[-1]) <= 2
+        return dataclasses.replace(
+            timing, forward_ms=timing.forward_ms * (2.0 if is_cold else 1.0)
+        )
+
+    engine.run = cold_at_first
+    profile(costs, engine)
+    assert costs.step_costs.verify_varlen_ms[16] == pytest.approx(2.75)
+    cold = make_costs(AUTO, options=ProfileOptions(repeats=1))
+    ran.clear()
+    profile(cold, engine)
+    assert cold.step_costs.verify_varlen_ms[16] > 4.0, "premise: cold runs are slower"
 
 
 # ---- a file with full tables -------------------------------------------------

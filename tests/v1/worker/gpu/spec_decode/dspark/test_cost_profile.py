@@ -84,6 +84,14 @@ def test_no_batch_is_larger_than_there_is_room_for(max_reqs, max_tokens, model, 
             assert num_reqs * longest <= kv
 
 
+def test_given_sizes_are_timed_at_every_depth_inside_the_graphs():
+    shapes = profile_shapes(
+        make_hooks(), depths=DEPTHS, max_num_reqs=8, max_num_tokens=128, num_reqs=(3, 9)
+    )
+    uniform = [s for s in shapes if s.kind == "uniform"]
+    assert {s.num_tokens // (s.depth + 1) for s in uniform} == {3, 8}
+
+
 def test_a_context_too_short_to_tell_a_slope_is_left_out():
     assert not long_shapes(shapes_of(make_hooks(model=2 * SHORT_CONTEXT_TOKENS)))
     roomy = make_hooks(model=2 * SHORT_CONTEXT_TOKENS + K + 1)

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import COSTS_SECTION, Cost
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
     SHORT_CONTEXT_TOKENS,
     ProfileHooks,
+    ProfileOptions,
     ProfileShape,
     profile_shapes,
 )
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Repeats per profiled size: enough for a median that survives one stall.
-NUM_REPEATS = 3
 # Relative throughput that capacity must promise before a batch size activates it.
 KNEE_MARGIN = 0.01
 
@@ -64,6 +63,7 @@ class CapacityCosts:
         req_states: The runner's request states, for the table sizes.
         depths: Enabled draft depths, ascending, K last.
         activation_batch_size: Explicit knee in requests; 0 for the automatic one.
+        options: How thoroughly to profile.
 
     Attributes:
         cached_sections: Rank 0's cache entry, equal on every rank; empty without one.
@@ -76,6 +76,7 @@ class CapacityCosts:
         *,
         depths: tuple[int, ...],
         activation_batch_size: int = 0,
+        options: ProfileOptions | None = None,
     ):
         self.config = config
         self.depths = depths
@@ -83,6 +84,7 @@ class CapacityCosts:
         self.max_num_tokens = req_states.max_num_batched_tokens
         self.activation_num_reqs = activation_batch_size or 1
         self._explicit_knee = activation_batch_size > 0
+        self._options = options or ProfileOptions()
         self._costs: StepCosts | None = None
         self._hooks: ProfileHooks | None = None
         self._cache: CostCache | None = None
@@ -164,10 +166,12 @@ class CapacityCosts:
             depths=self.depths,
             max_num_reqs=self.max_num_reqs,
             max_num_tokens=self.max_num_tokens,
+            num_reqs=self._options.num_reqs,
         )
+        num_runs = self._options.warmup + self._options.repeats
         try:
             for shape in tqdm(
-                [s for s in shapes for _ in range(NUM_REPEATS)],
+                [s for s in shapes for _ in range(num_runs)],
                 desc="Profiling step costs",
                 disable=not is_global_first_rank(),
             ):
@@ -202,9 +206,11 @@ class CapacityCosts:
                 f"profiled {len(self._shapes)} step shapes but got {len(timings)} "
                 "timings; give dspark_sps_curve as a list or a file instead of 'auto'"
             )
+        num_runs = self._options.warmup + self._options.repeats
         samples = [
             sample
-            for shape, timing in zip(self._shapes, timings, strict=True)
+            for i, (shape, timing) in enumerate(zip(self._shapes, timings, strict=True))
+            if i % num_runs >= self._options.warmup
             for sample in shape.samples(timing, self._sample_ms)
         ]
         costs = self._from_samples(get_tp_group().broadcast_object(samples, src=0))

@@ -6,10 +6,12 @@ changes gives another entry.
 """
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import CostCache
 
@@ -32,7 +34,7 @@ def overlay_version() -> str:
 
 def make_key(runner: "DSparkCapacityModelRunner") -> dict[str, Any]:
     """Return the cache key of a runner whose KV cache has been initialised."""
-    config = runner.vllm_config
+    config, env = runner.vllm_config, DSparkCapacityEnv.from_environ(os.environ)
     model, parallel = config.model_config, config.parallel_config
     speculative, scheduler = config.speculative_config, config.scheduler_config
     compilation, num_steps = config.compilation_config, config.num_speculative_tokens
@@ -50,6 +52,7 @@ def make_key(runner: "DSparkCapacityModelRunner") -> dict[str, Any]:
         "vllm_version": vllm.__version__,
         "overlay_version": overlay_version(),
         "profile_version": PROFILE_VERSION,
+        "profile": [env.profile_repeats, env.profile_warmup, *env.profile_sizes],
         "graph_mode": str(compilation.cudagraph_mode),
         "graph_sizes": list(compilation.cudagraph_capture_sizes or ()),
         "parallel_sizes": {

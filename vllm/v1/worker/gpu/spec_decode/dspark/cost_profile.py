@@ -35,6 +35,23 @@ LONG_CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How thoroughly to profile.
+
+    Attributes:
+        repeats: Timings of each batch; 3 are enough for a median that survives one
+            stall.
+        warmup: Runs of each batch before it is timed.
+        num_reqs: Request counts to time at every depth; empty spreads them over the
+            captured ones.
+    """
+
+    repeats: int = 3
+    warmup: int = 0
+    num_reqs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileHooks:
     """What profiling needs from the runner.
 
@@ -122,6 +139,7 @@ def profile_shapes(
     depths: Sequence[int],
     max_num_reqs: int,
     max_num_tokens: int,
+    num_reqs: Sequence[int] = (),
 ) -> list[ProfileShape]:
     """Return the batches to time, largest first within a layout.
 
@@ -130,18 +148,21 @@ def profile_shapes(
         depths: Enabled draft depths, ascending.
         max_num_reqs: Largest batch in requests.
         max_num_tokens: Largest batch in tokens.
+        num_reqs: Request counts to time at every depth; empty spreads them over the
+            captured ones.
     """
     short = _context(hooks, SHORT_CONTEXT_TOKENS, 1, depths[-1])
     shapes: list[ProfileShape] = []
     for depth in depths:
         captured = hooks.graphs.uniform_num_reqs(depth)
+        inside = [r for r in num_reqs if r <= max(captured, default=0)]
+        in_graphs = inside or thin(captured, NUM_UNIFORM_POINTS)
         # The largest batch may lie beyond the graphs: then it runs eagerly.
-        timed = {*thin(captured, NUM_UNIFORM_POINTS), max_num_reqs}
-        for num_reqs in sorted(timed, reverse=True):
-            num_tokens = num_reqs * (depth + 1)
+        for reqs in sorted({*in_graphs, max_num_reqs}, reverse=True):
+            num_tokens = reqs * (depth + 1)
             if num_tokens <= max_num_tokens:
                 shapes.append(ProfileShape("uniform", depth, num_tokens, short))
-        shapes += _long_shapes(hooks, depth, short, thin(captured, NUM_UNIFORM_POINTS))
+        shapes += _long_shapes(hooks, depth, short, in_graphs)
     varlen = hooks.graphs.varlen_num_tokens()
     largest = max(varlen, default=0)
     # Beyond the graphs, up to the largest mixed batch: a few points suffice for

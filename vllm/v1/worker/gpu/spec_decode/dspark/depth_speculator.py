@@ -26,8 +26,8 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     CreateForwardFn,
-    CudaGraphManager,
 )
+from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
@@ -38,7 +38,7 @@ logger = init_logger(__name__)
 SKIPS_QUERY_PASS = hasattr(DSparkSpeculator, "_store_hidden_states")
 
 
-class _CaptureAtDepth(CudaGraphManager):
+class _CaptureAtDepth(MeteredCapture):
     """Runs every captured forward at the depth of its descriptor."""
 
     at_query_len: Callable[[int], contextlib.AbstractContextManager[None]]

@@ -372,8 +372,17 @@ def test_damaged_costs_are_measured_again_and_other_sections_stay(
     costs = make_costs(AUTO)
     assert profile(costs, cache=cache)
     assert len(warnings) == 1 and "unusable" in warnings[0]
+    assert costs.cached_sections["calibration"] in ("kept", 1), "it is still of use"
     assert cache.load()["calibration"] in ("kept", 1)
     assert cache.load()["costs"]["draft_ms"]
+
+
+def test_entry_without_costs_is_no_news(cache, monkeypatch):
+    cache.save({"calibration": 1})
+    monkeypatch.setattr(CostCache, "discard", lambda self, why: pytest.fail(why))
+    costs = make_costs(AUTO)
+    assert profile(costs, cache=cache)
+    assert costs.cached_sections == {"calibration": 1}
 
 
 def test_costs_for_fewer_tokens_are_measured_again(cache, monkeypatch):
@@ -397,7 +406,7 @@ def test_only_rank_0_touches_the_disk_and_every_rank_uses_its_entry(cache, group
         def save(self, sections):
             pytest.fail("written")
 
-    group(FakeGroup(world_size=2, rank_0_value=sections, rank_in_group=1))
+    group(FakeGroup(world_size=2, rank_0_value=(sections, True), rank_in_group=1))
     other = make_costs(AUTO)
     assert profile(other, cache=NoDisk(cache.directory, cache.key)) == []
     assert other.step_costs.draft_ms[1][4] == pytest.approx(0.04)

@@ -396,8 +396,11 @@ def test_time_of_a_round_is_from_the_end_of_the_last(timed):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces CUDA events by a clock")
-def test_a_pause_in_publishing_is_no_step(timed):
-    mirror, times = timed
+def test_a_pause_in_publishing_is_no_step(monkeypatch, timed):
+    # So many that the last end is not overwritten by then.
+    monkeypatch.setattr(module, "_RING_SIZE", 9)
+    mirror, times = make_mirror(), timed[1]
+    mirror.on_step_time = timed[0].on_step_time
     for _ in range(3):
         mirror.land()
         publish(mirror, 0.5)
@@ -409,3 +412,19 @@ def test_a_pause_in_publishing_is_no_step(timed):
         publish(mirror, 0.5)
     assert [ms for _, ms in times] == [1.0] * len(times) and times
     assert times[0][0] == 5, "the first round after the pause has no time"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces CUDA events by a clock")
+def test_an_end_whose_event_was_reused_gives_no_time(timed):
+    mirror, times = timed
+    for _ in range(2):
+        mirror.land()
+        publish(mirror, 0.5)
+    for _ in range(20):
+        # Not landed in between: every event comes into use again.
+        for _ in range(3):
+            publish(mirror, 0.5)
+        mirror.land()
+    assert all(ms == 1.0 for _, ms in times)
+    serials = [serial for serial, _ in times]
+    assert serials == sorted(set(serials))

@@ -22,6 +22,7 @@ from tests.helpers.plan_cases import (
     random_costs,
     random_inputs,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     fraction_budget,
@@ -316,3 +317,43 @@ def test_threshold_admits_unknown_survivals():
 def test_bad_threshold_is_named(threshold):
     with pytest.raises(ValueError, match="dspark_confidence_threshold"):
         threshold_budget(np.ones((1, 1)), np.array([1]), threshold)
+
+
+# ---- corrected costs ---------------------------------------------------------
+
+
+def random_correction(rng):
+    """Factors as serving could have learned them, unlike each other."""
+    correction = CostCorrection(DEPTHS, MAX_NUM_REQS, MAX_NUM_REQS * (K + 1))
+    for row in (*correction.uniform.values(), *correction.varlen.values()):
+        row[:] = rng.uniform(0.5, 2.0, len(row))
+    return correction
+
+
+@NO_DEADLINE
+@given(SEEDS)
+def test_corrected_costs_price_every_budget_of_a_decode_batch(seed):
+    rng = np.random.default_rng(seed)
+    costs, correction = random_costs(rng), random_correction(rng)
+    inputs = random_inputs(rng)
+    num_reqs = len(inputs.scheduled_drafts)
+    inputs = dataclasses.replace(inputs, num_non_draft_tokens=num_reqs)
+    depth, width = inputs.current_depth, int(inputs.scheduled_drafts[0])
+    rates = oracle_rates(inputs, costs, depth)
+    factors = correction.varlen[depth][num_reqs : num_reqs + len(rates)].copy()
+    if len(set(inputs.scheduled_drafts)) == 1 and width in costs.depths:
+        factors[-1] = correction.uniform[width][num_reqs]
+    rates = np.asarray(rates) / factors
+    plan = plan_budget(inputs, costs, margin=0.0, correction=correction)
+    allowed = rates[: inputs.max_draft_budget + 1]
+    assert plan.expected_tokens / plan.step_ms == pytest.approx(
+        max(allowed), rel=RATE_TOLERANCE
+    )
+
+
+def test_batch_with_prefill_is_priced_by_the_tables_alone():
+    rng = np.random.default_rng(0)
+    costs, correction = random_costs(rng), random_correction(rng)
+    inputs = make_inputs(np.full((3, K), 0.5), num_non_draft_tokens=3 + 20)
+    corrected = plan_budget(inputs, costs, correction=correction)
+    assert corrected == plan_budget(inputs, costs)

@@ -67,6 +67,7 @@ class CapacityCosts:
 
     Attributes:
         cached_sections: Rank 0's cache entry, equal on every rank; empty without one.
+            Sections other than ``costs`` are there for whoever saved them.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class CapacityCosts:
         self._hooks: ProfileHooks | None = None
         self._cache: CostCache | None = None
         self.cached_sections: dict[str, Any] = {}
+        self._has_cached_costs = False
         self._shapes: list[ProfileShape] = []
         self._sample_ms: list[tuple[int, float]] = [(1, 0.0)]
         self.profile_s = 0.0
@@ -130,23 +132,25 @@ class CapacityCosts:
         self._hooks, self._cache = hooks, cache
         if cache is None:
             return
-        group = get_tp_group()
-        sections = cache.load() if group.rank_in_group == 0 else None
-        costs = self._costs_of(sections)
-        sections = group.broadcast_object(sections if costs else None, src=0)
-        self.cached_sections = sections or {}
+        group, found = get_tp_group(), None
+        if group.rank_in_group == 0:
+            sections = cache.load() or {}
+            found = sections, self._costs_of(sections) is not None
+        self.cached_sections, self._has_cached_costs = group.broadcast_object(
+            found, src=0
+        )
 
     def save_sections(self, sections: dict[str, Any]) -> None:
         """Keep sections for the next start, on rank 0; nothing without a cache."""
         if self._cache is not None and get_tp_group().rank_in_group == 0:
             self._cache.save(sections)
 
-    def _costs_of(self, sections: dict[str, Any] | None) -> StepCosts | None:
-        """Return an entry's costs; a damaged one is discarded with a warning."""
-        if sections is None:
+    def _costs_of(self, sections: dict[str, Any]) -> StepCosts | None:
+        """Return an entry's costs; damaged ones are discarded with a warning."""
+        if COSTS_SECTION not in sections:
             return None
         try:
-            costs = StepCosts.from_json(sections.get(COSTS_SECTION) or {})
+            costs = StepCosts.from_json(sections[COSTS_SECTION])
             costs = costs.fitted(self.depths, self.max_num_reqs, self.max_num_tokens)
         except ValueError as error:
             assert self._cache is not None
@@ -157,7 +161,7 @@ class CapacityCosts:
     def batches_to_profile(self) -> Iterator[dict[str, Any]]:
         """Yield dummy-run arguments, one timing each, behind a progress bar."""
         self._shapes = []
-        if not self.profiles or self._hooks is None or self.cached_sections:
+        if not self.profiles or self._hooks is None or self._has_cached_costs:
             return
         hooks, start = self._hooks, time.perf_counter()
         self._sample_ms = hooks.measure_sample_ms() or self._sample_ms
@@ -196,7 +200,7 @@ class CapacityCosts:
         """
         if not self.profiles or self._hooks is None:
             return
-        if self.cached_sections:
+        if self._has_cached_costs:
             cached = self._costs_of(self.cached_sections)
             assert cached is not None, "every rank reads what rank 0 has read"
             self._set_costs(cached)

@@ -269,6 +269,9 @@ class ConfidenceMirror:
         if not self._free:
             self.land()
         buffer, event = self._free.popleft()
+        if self._landed is not None and self._landed.event is event:
+            # Two publications without landing: the last end is about to be lost.
+            self._landed = None
         self._copy_stream.wait_stream(main_stream)
         with stream(self._copy_stream, main_stream):
             buffer.cpu.copy_(self.probs, non_blocking=True)

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm.v1.worker.gpu.spec_decode.dspark import capacity, capacity_reference
+from tests.helpers import sts_cases
+from vllm.v1.worker.gpu.spec_decode.dspark import (
+    capacity,
+    capacity_reference,
+    sts_kernels,
+    sts_reference,
+)
 
 DSPARK_DIR = (
     Path(__file__).resolve().parents[2] / "vllm/v1/worker/gpu/spec_decode/dspark"
@@ -31,6 +37,8 @@ class KernelPair:
     reference: Callable[..., Any]
     make_inputs: Callable[[int], dict[str, Any]]
     """Seed -> keyword arguments, tensors on the CPU."""
+    tolerance: float = 0.0
+    """Largest difference of floats; 0: equal bits."""
 
     @property
     def name(self) -> str:
@@ -56,6 +64,23 @@ PAIRS = (
         capacity.admit_drafts,
         capacity_reference.admit_drafts_reference,
         make_admit_drafts_inputs,
+    ),
+    KernelPair(
+        sts_kernels.calibrate_confidences,
+        sts_reference.calibrate_confidences_reference,
+        sts_cases.make_calibrate_inputs,
+        tolerance=2e-3,  # logits of almost certain drafts keep few bits
+    ),
+    KernelPair(
+        sts_kernels.observe_drafts,
+        sts_reference.observe_drafts_reference,
+        sts_cases.make_observe_inputs,
+    ),
+    KernelPair(
+        sts_kernels.fit_confidences,
+        sts_reference.fit_confidences_reference,
+        sts_cases.make_fit_inputs,
+        tolerance=2e-3,  # float32 sums over thousands of rows
     ),
 )
 

@@ -17,6 +17,7 @@ DSPARK = "vllm/v1/worker/gpu/spec_decode/dspark"
 PURE = {
     "vllm/config/dspark_values.py": set(),
     "vllm/config/dspark_environ.py": set(),
+    "vllm/config/dspark_calibration.py": set(),
     "vllm/config/dspark_capacity.py": set(),
     "vllm/plugins/dspark_capacity/seam.py": set(),
     "vllm/plugins/dspark_capacity/checks.py": set(),
@@ -30,6 +31,8 @@ PURE = {
     f"{DSPARK}/context_costs.py": {"numpy"},
     f"{DSPARK}/cost_cache.py": set(),
     f"{DSPARK}/capacity_log.py": set(),
+    f"{DSPARK}/sts_fit.py": {"numpy"},
+    f"{DSPARK}/sts_metrics.py": {"numpy"},
 }
 # checks.py asks a source tree without metadata for its version.
 ALLOWED_MODULES = {"vllm/plugins/dspark_capacity/checks.py": {"vllm._version"}}

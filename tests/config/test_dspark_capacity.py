@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.config import dspark_capacity, dspark_environ, dspark_values
+from vllm.config.dspark_calibration import CALIBRATION_KEY, ConfidenceCalibration
 from vllm.config.dspark_capacity import (
     DSPARK_KEYS,
     DSparkCapacityConfig,
@@ -207,8 +208,12 @@ NO_EFFECT = [
     (
         {
             "dspark_confidence_temperature": 2.0,
-            "dspark_confidence_threshold": 0.5,
-            "dspark_online_sts": True,
+            "dspark_sps_curve": {
+                "schema": "vllm-dspark-sps-curve",
+                "version": 1,
+                "sps_curve": CURVE,
+                CALIBRATION_KEY: ConfidenceCalibration.uniform(7, 1.5).to_json(),
+            },
         },
         "dspark_confidence_temperature",
     ),
@@ -226,10 +231,43 @@ def test_switching_calibration_off_needs_no_mode():
     assert not read(online_sts=False).enabled
 
 
-def test_temperature_is_allowed_where_online_sts_is_off():
-    for given_sts in (False, None):
-        config = read(sps_curve="auto", online_sts=given_sts, confidence_temperature=2)
-        assert config.dspark_confidence_temperature == 2.0
+def with_calibration(section):
+    header = {"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve": CURVE}
+    return header | {CALIBRATION_KEY: section}
+
+
+@pytest.mark.parametrize("given_sts", [None, True, False])
+def test_the_temperature_is_where_calibration_starts(given_sts):
+    config = read(sps_curve="auto", online_sts=given_sts, confidence_temperature=2)
+    assert config.start_calibration(7) == ConfidenceCalibration.uniform(7, 2.0)
+
+
+def test_confidences_are_left_alone_unless_something_asks_for_more():
+    assert read(sps_curve=CURVE).start_calibration(7) is None
+    assert read(sps_curve="auto", online_sts=False).start_calibration(7) is None
+    identity = ConfidenceCalibration.uniform(7)
+    assert read(sps_curve="auto").start_calibration(7) == identity
+
+
+@pytest.mark.parametrize("given_sts", [None, True])
+def test_a_curve_may_bring_its_calibration(given_sts):
+    saved = ConfidenceCalibration.uniform(7, 1.6)
+    curve = with_calibration(saved.to_json())
+    config = read(sps_curve=curve, online_sts=given_sts)
+    assert config.start_calibration(5) == saved.first(5)
+    again = DSparkCapacityConfig.from_keys(config.to_keys())
+    assert again.start_calibration(7) == saved
+
+
+@pytest.mark.parametrize("k", [None, 8])
+def test_a_broken_or_too_short_calibration_is_refused(k):
+    section = ConfidenceCalibration.uniform(7).to_json()
+    if k is None:
+        section["version"] = 99
+    text = refusal(
+        {"dspark_sps_curve": with_calibration(section)}, num_speculative_tokens=k
+    )
+    assert text.startswith(f"{CALIBRATION_KEY}=")
 
 
 @pytest.mark.parametrize(

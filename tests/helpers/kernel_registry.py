@@ -17,6 +17,7 @@ from tests.helpers import sts_cases
 from vllm.v1.worker.gpu.spec_decode.dspark import (
     capacity,
     capacity_reference,
+    sts_fit_kernel,
     sts_kernels,
     sts_reference,
 )
@@ -77,7 +78,7 @@ PAIRS = (
         sts_cases.make_observe_inputs,
     ),
     KernelPair(
-        sts_kernels.fit_confidences,
+        sts_fit_kernel.fit_confidences,
         sts_reference.fit_confidences_reference,
         sts_cases.make_fit_inputs,
         tolerance=2e-3,  # float32 sums over thousands of rows

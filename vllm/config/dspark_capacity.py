@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from vllm.config.dspark_calibration import CALIBRATION_KEY, ConfidenceCalibration
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.config.dspark_values import (
     DSparkCapacityConfigError,
@@ -65,11 +66,12 @@ class DSparkCapacityConfig:
     """"varlen" leaves rejected slots out of the verify batch, which saves target
     compute; "mask" keeps the batch shape and ignores them."""
     dspark_confidence_temperature: float = 1.0
-    """In [0.01, 100]. Divides every confidence logit. 1: confidences as trained.
-    Not together with online STS, which fits its own temperatures."""
+    """In [0.01, 100]. Divides every confidence logit; with online STS, where its
+    temperatures start. 1: confidences as trained."""
     dspark_online_sts: bool | None = None
-    """Fit one confidence temperature per position while serving. None: on with
-    dspark_sps_curve "auto", else off."""
+    """Fit confidence temperatures (and shifts) per position while serving. None: on
+    with dspark_sps_curve "auto", else off. A curve file may hold the start values in
+    its section "confidence_calibration", which apply with STS off as well."""
     dspark_sps_overhead_ms: float = 0.0
     """Milliseconds >= 0 added to every step of the curve. 0: none."""
     dspark_draft_depths: tuple[int, ...] | None = None
@@ -111,6 +113,7 @@ class DSparkCapacityConfig:
         made._check_options()
         if num_speculative_tokens is not None:
             made.check_depths(num_speculative_tokens)
+            made.start_calibration(num_speculative_tokens)
         return made
 
     @property
@@ -133,6 +136,42 @@ class DSparkCapacityConfig:
         if self.dspark_online_sts is None:
             return self.dspark_sps_curve == "auto"
         return self.enabled and self.dspark_online_sts
+
+    @property
+    def saved_calibration(self) -> ConfidenceCalibration | None:
+        """The calibration that came with the curve, if any.
+
+        Raises:
+            DSparkCapacityConfigError: The section is malformed.
+        """
+        curve = self.dspark_sps_curve
+        if not isinstance(curve, SpsCurveInput) or curve.document is None:
+            return None
+        section = curve.document.get(CALIBRATION_KEY)
+        return None if section is None else ConfidenceCalibration.from_json(section)
+
+    def start_calibration(
+        self, num_speculative_tokens: int
+    ) -> ConfidenceCalibration | None:
+        """Return what is applied to confidences from the first step on.
+
+        Args:
+            num_speculative_tokens: K, >= 1.
+
+        Returns:
+            None where they are used as the draft reports them.
+
+        Raises:
+            DSparkCapacityConfigError: The saved one is malformed or for fewer
+                positions.
+        """
+        saved = self.saved_calibration
+        if saved is not None:
+            return saved.first(num_speculative_tokens)
+        temperature = self.dspark_confidence_temperature
+        if temperature == 1.0 and not self.use_online_sts:
+            return None
+        return ConfidenceCalibration.uniform(num_speculative_tokens, temperature)
 
     def to_keys(self) -> dict[str, Any]:
         """Return keys that give an equal object through :meth:`from_keys`.
@@ -233,11 +272,14 @@ class DSparkCapacityConfig:
                 "only measured curves are kept",
                 'use "dspark_sps_curve": "auto"',
             )
-        if self.dspark_online_sts and self.dspark_confidence_temperature != 1.0:
+        if (
+            self.saved_calibration is not None
+            and self.dspark_confidence_temperature != 1.0
+        ):
             raise self._no_effect(
                 "dspark_confidence_temperature",
-                "online STS fits the temperatures",
-                'set "dspark_online_sts": false',
+                f"the curve has its own {CALIBRATION_KEY}",
+                f"remove {CALIBRATION_KEY} from the curve",
             )
 
     @property

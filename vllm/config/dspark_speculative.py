@@ -74,7 +74,8 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
     )
     """Leave rejected slots out of the batch (varlen) or ignore them (mask)."""
     dspark_confidence_temperature: SkipValidation[float] = 1.0
-    """Divides every confidence logit, in [0.01, 100]. 1: as trained."""
+    """Divides every confidence logit, in [0.01, 100]; with online STS, at first. 1:
+    as trained."""
     dspark_online_sts: SkipValidation[bool | None] = None
     """Calibrate confidences while serving. null: on with "auto"."""
     dspark_sps_overhead_ms: SkipValidation[float] = 0.0
@@ -112,6 +113,8 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
         if capacity.enabled:
             # Also checks the list of depths and the environment against K.
             capacity.resolve_depths(self.num_speculative_tokens)
+            capacity.start_calibration(self.num_speculative_tokens)
+            _check_acceptance(self, capacity)
             _check_draft(self)
             _check_target(self)
             _take_worker(self)
@@ -242,6 +245,18 @@ def _check_draft(spec: DSparkSpeculativeConfig) -> None:
             spec.num_speculative_tokens_per_batch_size,
             "unset, because the draft depth is chosen every step",
             "Use dspark_draft_depths to limit the depths",
+        )
+
+
+def _check_acceptance(
+    spec: DSparkSpeculativeConfig, capacity: DSparkCapacityConfig
+) -> None:
+    if capacity.dspark_online_sts and spec.rejection_sample_method == "synthetic":
+        raise DSparkCapacityConfigError(
+            "dspark_online_sts=True would have no effect: with "
+            "rejection_sample_method='synthetic', acceptance says nothing about "
+            "confidences. Allowed here: null or false. Leave the key out, or use real "
+            "acceptance."
         )
 
 

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V2 model runner with load-aware DSpark capacity.
 
-Adds four things to the stock runner's step and changes nothing else:
+Adds five things to the stock runner's step and changes nothing else:
   1. ``gather_batch_req_state``: plan the step, and shrink the batch if it trims.
   2. ``prepare_inputs``: lend the manager to upstream's compaction hooks, only in
      steps that trim; in every other step the runner has no manager at all.
   3. ``sample_tokens``: publish the confidences of the new drafts.
-  4. Report to the scheduler how many drafts were really verified.
+  4. ``sample_tokens``: let the calibration see what became of the judged drafts.
+  5. Report to the scheduler how many drafts were really verified.
 """
 
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vllm.logger import init_logger
@@ -32,12 +34,18 @@ from vllm.v1.worker.gpu.spec_decode.capacity_factory import create_mask_manager
 from vllm.v1.worker.gpu.spec_decode.capacity_profile import measure_sample_ms
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_key import make_cache
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileHooks
+from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
+    OnlineSTS,
+    make_online_sts,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import FIXED, StepPlan
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import JudgedDrafts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 logger = init_logger(__name__)
 
@@ -102,6 +110,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         self.capacity: CapacityManager | None = None
         # Set before the model is loaded, so that a bad one is refused in seconds.
         self.cost_cache_directory: Path | None = None
+        self.online_sts: OnlineSTS | None = None
+        self._num_judged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step_plan = FIXED
         self._sent_depths: tuple[int, ...] | None = None
         self._report_buffers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
@@ -128,6 +138,7 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         """Build attention, graphs and the capacity manager."""
         super().initialize_kv_cache(*args, **kwargs)
         self.capacity = self.adaptive_verification or create_mask_manager(self)
+        self.online_sts = make_online_sts(self)
         if not self._report_buffers:
             self._report_buffers.extend(
                 (
@@ -161,6 +172,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         )
         size = super().capture_model(**kwargs)
         self.capacity.finish_start_up()
+        if self.online_sts is not None:
+            self.online_sts.warm_up()
         managers = (self.cudagraph_manager, self.speculator.query_cudagraph_manager)
         logger.info_once(
             "DSpark capacity start-up: %s",
@@ -192,6 +205,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             for request in scheduler_output.scheduled_new_reqs:
                 slot = self.req_states.req_id_to_index[request.req_id]
                 self.capacity.add_request(slot)
+                if self.online_sts is not None:
+                    self.online_sts.forget(slot)
 
     def gather_batch_req_state(
         self, scheduler_output: "SchedulerOutput", dummy_run: bool
@@ -233,7 +248,9 @@ class DSparkCapacityModelRunner(GPUModelRunner):
                 self.capacity.invalid_drafts(input_batch)
             )
             self._start_report_copy()
-        return super().sample(hidden_states, input_batch, *args)
+        output = super().sample(hidden_states, input_batch, *args)
+        self._num_judged = output[1], output[2]
+        return output
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
         """Sample, draft, then publish the new confidences and attach the report."""
@@ -248,6 +265,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             self.capacity.finish_step(
                 self.speculator.draft_token_confidence_probs, state.input_batch, depth
             )
+        if self.online_sts is not None:
+            self._calibrate(state.input_batch, depth, grammar_output)
         if depth < self.num_speculative_steps:
             # Upstream marks columns beyond the depth with -1. A request whose
             # placeholders outnumber them must still find valid token ids.
@@ -259,6 +278,33 @@ class DSparkCapacityModelRunner(GPUModelRunner):
                 output, plan, None if unchanged else table, verified
             )
         return output
+
+    def _calibrate(
+        self,
+        input_batch: "InputBatch",
+        draft_depth: int,
+        grammar_output: "GrammarOutput | None",
+    ) -> None:
+        judged, self._num_judged = self._num_judged, None
+        if not self._step_plan.active or judged is None:
+            self.online_sts.pause()
+            return
+        masked = self._step_plan.trims and isinstance(
+            self.capacity, MaskCapacityManager
+        )
+        grammar_rows = None
+        if grammar_output is not None:
+            names = grammar_output.structured_output_request_ids
+            grammar_rows = np.flatnonzero(np.isin(input_batch.req_ids, names))
+        self.online_sts.observe(
+            JudgedDrafts(
+                input_batch.idx_mapping,
+                *judged,
+                capacities=self.capacity.capacities if masked else None,
+            ),
+            draft_depth,
+            grammar_rows,
+        )
 
     def _start_report_copy(self) -> None:
         # On the main stream: the copy is a kilobyte, and a side stream would cost

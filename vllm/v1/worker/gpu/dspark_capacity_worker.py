@@ -5,14 +5,12 @@ Named as ``parallel_config.worker_cls`` by the speculative config when a capacit
 is set, so stock deployments never import it.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.config.dspark_capacity import DSparkCapacityConfig
-from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.config.dspark_values import bad_value
 from vllm.logger import init_logger
 from vllm.plugins.dspark_capacity.seam import Scope
@@ -26,30 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
         DSparkCapacityModelRunner,
     )
-
-
-def warn_not_built(config: DSparkCapacityConfig, env: DSparkCapacityEnv) -> None:
-    """Log each setting that is understood but that this release does not act on.
-
-    Args:
-        config: The capacity keys.
-        env: The operational switches.
-    """
-    for name, value, given in (
-        ("dspark_online_sts", config.dspark_online_sts, config.dspark_online_sts),
-        (
-            "VLLM_DSPARK_STS_LOG_INTERVAL",
-            env.sts_log_interval_s,
-            env.sts_log_interval_s,
-        ),
-    ):
-        if given:
-            logger.warning_once(
-                "%s=%s has no effect in this release: confidences are used as the "
-                "draft reports them.",
-                name,
-                value,
-            )
 
 
 def prepare_cost_cache(config: DSparkCapacityConfig) -> Path | None:
@@ -88,7 +62,6 @@ def make_capacity_model_runner(
 
     install(Scope.WORKER)
     config = vllm_config.speculative_config.capacity_config
-    warn_not_built(config, DSparkCapacityEnv.from_environ(os.environ))
     cache_directory = prepare_cost_cache(config)
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
         DSparkCapacityModelRunner,

@@ -11,9 +11,9 @@ from tests.helpers.sts_cases import (
 )
 from vllm.v1.worker.gpu.spec_decode.dspark import sts_kernels, sts_reference
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import fit_calibration
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit_kernel import fit_confidences
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_kernels import (
     calibrate_confidences,
-    fit_confidences,
     observe_drafts,
     runs_sts_kernels,
 )

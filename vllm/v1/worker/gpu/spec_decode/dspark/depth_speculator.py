@@ -29,7 +29,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import calibration_tensor
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_kernels import calibrate_confidences
 
 logger = init_logger(__name__)
 
@@ -135,22 +137,15 @@ def _draft_depths(vllm_config: VllmConfig) -> tuple[int, ...]:
     return config.capacity_config.resolve_depths(num_steps)
 
 
-def _inverse_temperature(
+def _start_calibration(
     vllm_config: VllmConfig, device: torch.device
 ) -> torch.Tensor | None:
-    """Return 1 / T per position for the captured graphs; None where T is 1."""
+    """Return what the captured graphs apply at first; None to apply nothing."""
     config = vllm_config.speculative_config
     if not getattr(config, "capacity_enabled", False):
         return None
-    temperature = config.capacity_config.dspark_confidence_temperature
-    if temperature == 1.0:
-        return None
-    return torch.full(
-        (config.num_speculative_tokens,),
-        1.0 / temperature,
-        dtype=torch.float32,
-        device=device,
-    )
+    start = config.capacity_config.start_calibration(config.num_speculative_tokens)
+    return None if start is None else calibration_tensor(start, device)
 
 
 class DepthDSparkSpeculator(DSparkSpeculator):
@@ -162,13 +157,20 @@ class DepthDSparkSpeculator(DSparkSpeculator):
     Args:
         vllm_config: Config whose ``speculative_config`` has capacity keys.
         device: Device of the drafter.
+
+    Attributes:
+        calibration: Scales, then biases, by class; read by the captured graphs.
+            Shape [2, 2, K], float32; None where confidences stay as reported.
+        confidence_logits: Raw logits of the last drafts, written by the captured
+            graphs that calibrate. Shape [max_num_reqs, K], float32.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         full = self.num_speculative_steps
         self.draft_depths = _draft_depths(vllm_config)
-        self._inverse_temperature = _inverse_temperature(vllm_config, device)
+        self.calibration = _start_calibration(vllm_config, device)
+        self.confidence_logits = torch.zeros_like(self.draft_token_confidence_probs)
         # Depth of dummy runs, which carry no depth of their own (cost profiling).
         self.dummy_depth = full
         # The fill-in layout has one bonus row per request besides the drafts.
@@ -235,15 +237,18 @@ class DepthDSparkSpeculator(DSparkSpeculator):
         )
 
     def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
-        """Draft left to right, then apply the confidence temperature, in the graph."""
+        """Draft left to right, then calibrate the confidences, in the graph."""
         super()._sample_sequential(num_reqs, head_hidden)
-        if self._inverse_temperature is None or not self.use_confidence_head:
+        if self.calibration is None or not self.use_confidence_head:
             return
-        probs = self.draft_token_confidence_probs[:num_reqs]
-        # The head returns sigmoid(logit), and c = sigmoid(logit / T) is wanted. The
-        # epsilon keeps a saturated confidence finite.
-        logits = torch.logit(probs, eps=1e-6)
-        probs.copy_(torch.sigmoid(logits * self._inverse_temperature[: probs.shape[1]]))
+        depth = self.num_speculative_steps
+        calibrate_confidences(
+            self.sample_idx_mapping[: num_reqs * depth : depth],
+            self.temperature,
+            self.calibration,
+            probs_out=self.draft_token_confidence_probs[:num_reqs],
+            logits_out=self.confidence_logits,
+        )
 
     def captured_num_reqs(self, depth: int) -> list[int]:
         """Return the request counts with a captured draft graph of one depth, sorted.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kernels of confidence calibration: apply, observe, fit.
+"""Kernels of confidence calibration in a step: apply and observe.
 
-``calibrate_confidences`` runs inside the captured draft graph; ``observe_drafts``
-once per active step; ``fit_confidences`` once per many. All run on the main stream,
-so what a draft graph reads is settled by stream order alone.
+``calibrate_confidences`` runs inside the captured draft graph, ``observe_drafts`` once
+per active step; ``fit_confidences`` (:mod:`.sts_fit_kernel`) once per many. All run on
+the main stream, so what a draft graph reads is settled by stream order alone.
 
 Invariants (pinned by tests/.../dspark/test_sts_kernels.py and test_kernel_registry.py):
   * Each kernel equals its reference (:mod:`.sts_reference`); no atomics, so equal
@@ -11,8 +11,6 @@ Invariants (pinned by tests/.../dspark/test_sts_kernels.py and test_kernel_regis
   * Batch size, depth and step counters never cause a compilation after the first.
   * NaN passes through ``calibrate_confidences`` and never enters the ring.
 """
-
-import math
 
 import torch
 import triton
@@ -29,12 +27,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import (
 )
 
 _APPLY_ROWS = 32
-_FIT_WARPS = 16
-_LOG2_DECAY = math.log2(sts_fit.DECAY)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
+    """Return the logistic function of a float32 block."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -80,7 +77,7 @@ def _calibrate_confidences_kernel(
     cells = calibration_ptr + table[:, None] + steps[None, :]
     scale = tl.load(cells, mask=mask, other=1.0)
     bias = tl.load(cells + max_steps, mask=mask, other=0.0)
-    tl.store(at, _sigmoid(scale * logits + bias), mask=mask)
+    tl.store(at, sigmoid(scale * logits + bias), mask=mask)
     tl.store(logits_ptr + rows[:, None] * max_steps + steps[None, :], logits, mask=mask)
 
 
@@ -274,6 +271,8 @@ def observe_drafts(
         )
         return
     unread = judged.num_sampled
+    # One size an engine, so that no batch compiles anything.
+    row_block = triton.next_power_of_2(ring_out.slot_stamp.shape[0])
     _observe_drafts_kernel[(1,)](
         judged.slots,
         judged.num_sampled,
@@ -296,134 +295,17 @@ def observe_drafts(
         sample_stride,
         sample_offset,
         new_logits.shape[1],
-        # One size an engine, so that no batch compiles anything.
-        ROW_BLOCK=triton.next_power_of_2(ring_out.slot_stamp.shape[0]),
+        ROW_BLOCK=row_block,
         RING=RING_ROWS,
         DEPTH_BITS=DEPTH_BITS,
         NO_CAPACITY=NO_CAPACITY,
-        num_warps=min(32, max(1, ring_out.slot_stamp.shape[0] // 32)),
-    )
-
-
-@triton.jit
-def _fit_confidences_kernel(
-    ring_logits_ptr,  # [2, RING, num_steps]
-    ring_accepted_ptr,  # [2, RING]
-    ring_verified_ptr,  # [2, RING]
-    num_rows_ptr,  # [2]
-    prior_ptr,  # [2, 2, num_steps]
-    calibration_ptr,  # [2, 2, num_steps], start, then result
-    num_steps,
-    log2_decay,
-    scale_prior_info,
-    bias_prior_info,
-    RING: tl.constexpr,
-    NUM_ITERATIONS: tl.constexpr,
-    MIN_SCALE: tl.constexpr,
-    MAX_SCALE: tl.constexpr,
-    MAX_BIAS: tl.constexpr,
-    MAX_BIAS_STEP: tl.constexpr,
-    MAX_SCALE_STEP: tl.constexpr,
-):
-    """Fit one class, left to right.
-
-    Grid: (2,), a program per class; its rows stay in registers.
-    """
-    group = tl.program_id(0)
-    rows = tl.arange(0, RING)
-    newest = tl.load(num_rows_ptr + group) - 1
-    age = ((newest - rows) & (RING - 1)).to(tl.int32)
-    has_row = age <= newest
-    accepted = tl.load(ring_accepted_ptr + group * RING + rows)
-    verified = tl.where(has_row, tl.load(ring_verified_ptr + group * RING + rows), 0)
-    weight = tl.exp2(age.to(tl.float32) * log2_decay)
-    survival = tl.full([RING], 1.0, tl.float32)
-    logits_at = ring_logits_ptr + (group * RING + rows) * num_steps
-    table = 2 * group * num_steps
-    for step in range(num_steps):
-        known = verified > step
-        z = tl.load(logits_at + step, mask=known, other=0.0)
-        outcome = (accepted > step).to(tl.float32)
-        w = tl.where(known, weight, 0.0)
-        prior_scale = tl.load(prior_ptr + table + step)
-        prior_bias = tl.load(prior_ptr + table + num_steps + step)
-        scale = tl.load(calibration_ptr + table + step)
-        bias = tl.load(calibration_ptr + table + num_steps + step)
-        for _ in range(NUM_ITERATIONS):
-            u = scale * z + bias
-            prob = survival * _sigmoid(u)
-            # (1 - s) / (1 - S s), in a form that stays in (0, 1] as both vanish.
-            miss = _sigmoid(-u)
-            ratio = miss / tl.maximum(1.0 - survival + survival * miss, 1e-12)
-            slope = w * (prob - outcome) * ratio
-            curve = w * prob * miss * ratio
-            g_scale = tl.sum(slope * z, axis=0) + scale_prior_info * (
-                scale - prior_scale
-            )
-            g_bias = tl.sum(slope, axis=0) + bias_prior_info * (bias - prior_bias)
-            h_ss = tl.sum(curve * z * z, axis=0) + scale_prior_info
-            h_sb = tl.sum(curve * z, axis=0)
-            h_bb = tl.sum(curve, axis=0) + bias_prior_info
-            det = h_ss * h_bb - h_sb * h_sb
-            d_scale = (h_bb * g_scale - h_sb * g_bias) / det
-            d_bias = (h_ss * g_bias - h_sb * g_scale) / det
-            limit = tl.maximum(
-                tl.abs(d_bias) / MAX_BIAS_STEP,
-                tl.abs(d_scale) / (MAX_SCALE_STEP * scale),
-            )
-            limit = tl.maximum(limit, 1.0)
-            scale = tl.minimum(
-                tl.maximum(scale - d_scale / limit, MIN_SCALE), MAX_SCALE
-            )
-            bias = tl.minimum(tl.maximum(bias - d_bias / limit, -MAX_BIAS), MAX_BIAS)
-        tl.store(calibration_ptr + table + step, scale)
-        tl.store(calibration_ptr + table + num_steps + step, bias)
-        survival = tl.where(known, survival * _sigmoid(scale * z + bias), survival)
-
-
-def fit_confidences(
-    ring: DraftRing, prior: torch.Tensor, *, calibration_out: torch.Tensor
-) -> None:
-    """Refit scales and biases to the graded rows, in one launch.
-
-    Args:
-        ring: Graded rows.
-        prior: What the fit falls back on. Shape [2, 2, K], float32.
-        calibration_out: Where the search begins and where the result goes. Shape
-            [2, 2, K], float32, contiguous.
-
-    Source: the steps of ``sts_fit.fit_calibration``.
-    """
-    if not runs_sts_kernels(calibration_out.device):
-        sts_reference.fit_confidences_reference(
-            ring, prior, calibration_out=calibration_out
-        )
-        return
-    _fit_confidences_kernel[(calibration_out.shape[0],)](
-        ring.logits,
-        ring.accepted,
-        ring.verified,
-        ring.num_rows,
-        prior,
-        calibration_out,
-        calibration_out.shape[2],
-        _LOG2_DECAY,
-        sts_fit.PRIOR_SCALE_INFORMATION,
-        sts_fit.PRIOR_BIAS_INFORMATION,
-        RING=RING_ROWS,
-        NUM_ITERATIONS=sts_fit.NUM_ITERATIONS,
-        MIN_SCALE=sts_fit.MIN_SCALE,
-        MAX_SCALE=sts_fit.MAX_SCALE,
-        MAX_BIAS=sts_fit.MAX_BIAS,
-        MAX_BIAS_STEP=sts_fit.MAX_BIAS_STEP,
-        MAX_SCALE_STEP=sts_fit.MAX_SCALE_STEP,
-        num_warps=_FIT_WARPS,
+        num_warps=min(32, max(1, row_block // 32)),
     )
 
 
 def runs_sts_kernels(device: torch.device) -> bool:
     """Tell whether tensors of this device reach the kernels, not the references."""
-    is_interpreted = not isinstance(_fit_confidences_kernel, triton.runtime.JITFunction)
+    is_interpreted = not isinstance(_observe_drafts_kernel, triton.runtime.JITFunction)
     return device.type != "cpu" or is_interpreted
 
 

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calibration benchmark reads its record, replays it, and knows a bad argument."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import calibration, plot_calibration
+from tests.helpers.sts_cases import draw_rows
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import survival_probs
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORD = RESULTS / "2026-11-29-h200-calibration-record.jsonl.gz"
+SWEEP = RESULTS / "2026-11-29-h200-sweep-b.jsonl"
+K = 7
+
+
+def write_record(path, *, scale=1.0, num_requests=120):
+    """Record requests of a head whose true logits are ``scale * logit``."""
+    lines = []
+    for name in ("greedy", "sampled"):
+        for seed in range(num_requests):
+            rows = draw_rows(12, K, scale=scale, seed=seed)
+            counts = np.stack([rows.accepted, rows.verified], axis=1)
+            table = np.concatenate([counts, rows.logits], axis=1)
+            lines.append(json.dumps({"class": name, "rows": table.tolist()}))
+    data = "\n".join(lines).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_rows_come_in_turns_of_a_batch():
+    def request(number, length):
+        return np.array([[0, 1, 10 * number + step] for step in range(length)])
+
+    rows = calibration.in_turns([request(0, 3), request(1, 1), request(2, 2)], batch=2)
+    assert rows.logits[:, 0].tolist() == [0, 10, 1, 2, 20, 21]
+
+
+def test_graded_drafts_include_the_rejected_one():
+    rows = draw_rows(200, K, trim=0.5)
+    expected = sum(
+        min(int(a) + 1, int(v))
+        for a, v in zip(rows.accepted, rows.verified, strict=True)
+    )
+    assert calibration.num_graded(rows)[-1] == expected
+
+
+@pytest.mark.parametrize("name", ["record.jsonl", "record.jsonl.gz"])
+def test_a_distorted_head_measures_better_afterwards(tmp_path, name):
+    requests = calibration.read_record(write_record(tmp_path / name))["sampled"]
+    seen, measured = (calibration.in_turns(requests[i::2]) for i in (0, 1))
+    shift = calibration.DISTORTIONS["+ 1.5"]
+    fitted = calibration.fit_online(calibration.distort(seen, *shift), 2000)
+    rows = calibration.distort(measured, *shift)
+    before = calibration.measure(rows, calibration.identity(K))
+    after = calibration.measure(rows, fitted)
+    assert before.ece.max() > 0.1, "premise"
+    assert after.ece.max() < before.ece.max() / 2
+    # Within a position the order is kept, so its own AUROC is too.
+    np.testing.assert_allclose(after.auroc, before.auroc, atol=1e-6)
+    assert (after.brier < before.brier).all()
+
+
+def test_true_survivals_regret_nothing_and_wrong_ones_do():
+    costs = plot_calibration.read_costs(SWEEP)
+    rows = draw_rows(512, K)
+    truth = survival_probs(rows.logits, calibration.identity(K))
+    lost = calibration.regret(truth, truth, costs, 64)
+    assert len(lost) == 8 and not lost.any()
+    too_sure = calibration.regret(np.ones_like(truth), truth, costs, 64)
+    assert too_sure.min() >= 0.0 and too_sure.mean() > 0.005
+
+
+def test_the_committed_record_has_both_classes_and_enough_rows():
+    record = calibration.read_record(RECORD)
+    assert set(record) == {"greedy", "sampled"}
+    for requests in record.values():
+        assert sum(map(len, requests)) > 15_000
+
+
+def test_plot_and_records_come_from_the_record_alone(tmp_path, capsys):
+    record = write_record(tmp_path / "record.jsonl", num_requests=16)
+    plot, out = tmp_path / "new" / "plot.png", tmp_path / "out.jsonl"
+    options = ["--drafts", "300", "--plot", plot, "--out", out]
+    assert plot_calibration.main([str(a) for a in (record, *options)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    cases = {(x["case"]["class"], x["case"]["distortion"], x["arm"]) for x in lines}
+    assert len(cases) == 2 * len(calibration.DISTORTIONS) * 2
+    assert "x 2.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--drafts", "0"], "--drafts=0"),
+        (["--costs", "missing.jsonl"], "missing.jsonl"),
+        (["--costs", __file__], "is no record of costs"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, capsys, change, named):
+    record = write_record(tmp_path / "record.jsonl", num_requests=2)
+    with pytest.raises(SystemExit):
+        plot_calibration.main([str(record), *change])
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"class": "greedy"}', "nothing", '{"class": "greedy", "rows": [[1]]}']
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, text):
+    path = tmp_path / "record.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="line 1 is no record"):
+        calibration.read_record(path)

@@ -14,12 +14,15 @@ DRIFTING_RANK = 1
 
 
 def record_decisions(worker: Any) -> None:
-    """Log every step's plan and capacities, and count the broadcasts.
+    """Log every step's plan and capacities, count the broadcasts, calibrate often.
 
     ``runner.decisions`` holds [active, draft_budget, num_tokens, next_depth,
     capacities], the last one None where nothing was ranked.
     """
+    from vllm.v1.worker.gpu.spec_decode.dspark import online_sts
+
     runner = worker.model_runner
+    online_sts.FIT_INTERVAL = 4
     manager, group = runner.capacity, runner.capacity._tp_group
     runner.decisions, runner.drift = [], Drift("none")
     runner.num_broadcasts = 0
@@ -71,6 +74,12 @@ def drift_without_broadcast(worker: Any) -> None:
     worker.model_runner.capacity._tp_group.broadcast = lambda *args, **kwargs: None
 
 
+def _scales(runner: Any) -> list[float]:
+    """Return the greedy scales that this rank's draft graph applies."""
+    calibration = runner.speculator.calibration
+    return [] if calibration is None else calibration[0, 0].tolist()
+
+
 def decisions(worker: Any) -> dict[str, Any]:
     """Return what :func:`record_decisions` saw."""
     runner = worker.model_runner
@@ -81,4 +90,6 @@ def decisions(worker: Any) -> dict[str, Any]:
         "num_drifted": runner.drift.num_applied,
         "num_nan_rows": runner.capacity.mirror.num_nan_rows,
         "checks": runner.capacity._tp_check is not None,
+        "calibrates": runner.online_sts is not None,
+        "scales": _scales(runner),
     }

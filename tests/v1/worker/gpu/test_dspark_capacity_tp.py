@@ -32,7 +32,12 @@ NUM_BROKEN_TOKENS = 20
 
 
 def curve_mode(draft: str) -> dict:
-    return dspark(draft, dspark_sps_curve=CURVE, dspark_draft_depths=[3, 7])
+    return dspark(
+        draft,
+        dspark_sps_curve=CURVE,
+        dspark_draft_depths=[3, 7],
+        dspark_online_sts=True,
+    )
 
 
 def half_budget(draft: str) -> dict:
@@ -103,6 +108,9 @@ def test_drift_of_one_rank_changes_neither_decisions_nor_output(
     assert [p["num_broadcasts"] for p in drifted.probes] == [len(active)] * 2
     assert first["checks"] and second["checks"]
     assert first["steps"] == second["steps"]
+    # Rank 0's temperatures are everybody's, although it alone has any.
+    assert first["calibrates"] and not second["calibrates"]
+    assert set(second["scales"]) == {1.0} and first["scales"] != second["scales"]
     assert second["num_nan_rows"] == 0
     assert drifted.metrics[ACCEPTED] > 0
     assert drifted.tokens == capacity.tokens == plain.tokens

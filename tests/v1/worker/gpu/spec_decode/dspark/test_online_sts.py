@@ -13,6 +13,11 @@ from tests.helpers.sts_cases import draw_rows, ring_of
 from vllm.config.dspark_calibration import ConfidenceCalibration
 from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.platforms.dspark_rehearsal.graphs import RehearsalEvent
+from vllm.v1.worker.gpu.dspark_capacity_model_runner import DSparkCapacityModelRunner
+from vllm.v1.worker.gpu.spec_decode.capacity import (
+    MaskCapacityManager,
+    VarlenCapacityManager,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark import online_sts as module
 from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
     FIT_INTERVAL,
@@ -21,6 +26,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
     calibration_tensor,
     make_online_sts,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import FIXED, StepPlan
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import JudgedDrafts
 
 S, K = 40, 4
@@ -212,3 +218,49 @@ def test_rank_0_calibrates_where_acceptance_is_real(
     assert (found is not None) == calibrates
     if calibrates:
         assert found.calibration is runner.speculator.calibration
+
+
+# ---- what the runner hands over ----------------------------------------------------
+
+
+def calibrate(plan, *, manager=None, grammar=None, judged=True):
+    """Return what ``DSparkCapacityModelRunner._calibrate`` called."""
+    calls = []
+    sts = SimpleNamespace(
+        pause=lambda: calls.append("pause"),
+        observe=lambda *args: calls.append(args),
+    )
+    counts = torch.ones(2, dtype=torch.int32)
+    runner = SimpleNamespace(
+        online_sts=sts,
+        capacity=manager,
+        _step_plan=plan,
+        _num_judged=(counts, counts) if judged else None,
+    )
+    batch = SimpleNamespace(req_ids=["a", "b"], idx_mapping=torch.arange(2))
+    DSparkCapacityModelRunner._calibrate(runner, batch, 3, grammar)
+    assert runner._num_judged is None
+    [call] = calls
+    return call
+
+
+def test_a_step_below_the_knee_pauses():
+    assert calibrate(FIXED) == "pause"
+    assert calibrate(StepPlan(active=True), judged=False) == "pause"
+
+
+def test_only_a_trimming_step_in_mask_mode_hands_over_capacities():
+    manager = object.__new__(MaskCapacityManager)
+    manager.capacities = torch.tensor([1, 0])
+    trims = StepPlan(active=True, draft_budget=1)
+    assert calibrate(trims, manager=manager)[0].capacities is manager.capacities
+    assert calibrate(StepPlan(active=True), manager=manager)[0].capacities is None
+    varlen = object.__new__(VarlenCapacityManager)
+    assert calibrate(trims, manager=varlen)[0].capacities is None
+
+
+def test_rows_of_a_grammar_are_named():
+    grammar = SimpleNamespace(structured_output_request_ids=["b", "left"])
+    judged, depth, rows = calibrate(StepPlan(active=True), grammar=grammar)
+    assert (depth, rows.tolist()) == (3, [1])
+    assert calibrate(StepPlan(active=True))[2] is None

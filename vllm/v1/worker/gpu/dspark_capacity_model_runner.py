@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.config.dspark_calibration import CALIBRATION_KEY
+from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.spec_decode.dspark_capacity_report import (
@@ -174,12 +176,31 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         self.capacity.finish_start_up()
         if self.online_sts is not None:
             self.online_sts.warm_up()
+            self._load_calibration()
         managers = (self.cudagraph_manager, self.speculator.query_cudagraph_manager)
         logger.info_once(
             "DSpark capacity start-up: %s",
             describe_capture(managers, self.capacity.costs.profile_s),
         )
         return size
+
+    def _load_calibration(self) -> None:
+        """Start where the last run of this configuration ended, if it was kept."""
+        saved = self.capacity.costs.cached_sections.get(CALIBRATION_KEY)
+        if saved is None:
+            return
+        try:
+            self.online_sts.load_state_json(saved)
+        except DSparkCapacityConfigError as error:
+            logger.warning("Ignoring the calibration in dspark_sps_cache: %s", error)
+
+    def shutdown(self) -> None:
+        """Keep the calibration for the next start, then release what the base holds."""
+        # Also called for a runner that failed before it was complete.
+        sts, capacity = getattr(self, "online_sts", None), self.capacity
+        if sts is not None and capacity is not None and any(sts.current().num_rows):
+            capacity.costs.save_sections({CALIBRATION_KEY: sts.state_json()})
+        super().shutdown()
 
     def _set_dummy_depth(self, depth: int) -> None:
         """Make dummy decodes verify ``depth`` drafts a request and draft as many."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.config_models import write_draft
+from vllm.config.dspark_calibration import CALIBRATION_KEY, ConfidenceCalibration
 from vllm.config.dspark_speculative import MAX_DRAFT_TOKENS, has_confidence_head
 from vllm.platforms import current_platform
 from vllm.plugins.dspark_capacity import config_check
@@ -41,6 +42,35 @@ def test_refused_setting_is_named_with_a_way_out(build, name):
     text = str(caught.value)
     assert f"{name}=" in text and "must be" in text
     assert "drop the dspark_* keys" in text
+
+
+SYNTHETIC = {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1],
+}
+
+
+def test_calibrating_on_synthetic_acceptance_is_refused_only_if_asked_for(build):
+    assert build(**AUTO, **SYNTHETIC).capacity_config.use_online_sts
+    with pytest.raises(ValueError, match="dspark_online_sts=True would have no effect"):
+        build(**AUTO, **SYNTHETIC, dspark_online_sts=True)
+    assert build(**AUTO, dspark_online_sts=True).capacity_enabled
+
+
+def test_a_saved_calibration_for_fewer_positions_is_refused(build):
+    curve = {
+        "schema": "vllm-dspark-sps-curve",
+        "version": 1,
+        "sps_curve": [[1, 100.0], [64, 20.0]],
+    }
+    for positions in (6, 7):
+        section = ConfidenceCalibration.uniform(positions, 1.5).to_json()
+        keys = {"dspark_sps_curve": curve | {CALIBRATION_KEY: section}}
+        if positions == 7:
+            assert build(**keys).num_speculative_tokens == 7, "premise"
+        else:
+            with pytest.raises(ValueError, match=f"{CALIBRATION_KEY}='6 positions'"):
+                build(**keys)
 
 
 def test_cpu_without_the_rehearsal_is_pointed_to_it(build, monkeypatch):

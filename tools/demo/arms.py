@@ -28,7 +28,6 @@ EXAMPLE_CURVE = [
     [32, 11.5],
     [48, 7.5],
     [64, 5.0],
-    [128, 2.5],
 ]
 
 # The rehearsal sets what else it needs; these two must be there before Python starts.

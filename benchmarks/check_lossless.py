@@ -24,6 +24,7 @@ from benchmarks.arguments import positive_int  # noqa: E402
 from benchmarks.common import Record, append_records  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
+from benchmarks.sweep.traffic import LengthRange  # noqa: E402
 from benchmarks.sweep_concurrency import (  # noqa: E402
     add_engine_arguments,
     check_engine_arguments,
@@ -67,7 +68,14 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
         chosen = None if prompts is None else tuple(prompts[:wave])
         size = wave if chosen is None else len(chosen)
         found.append(
-            Load(size, args.prompt_len, args.output_len, args.seed, chosen, True)
+            Load(
+                size,
+                LengthRange(args.prompt_len, args.prompt_len),
+                LengthRange(args.output_len, args.output_len),
+                args.seed,
+                chosen,
+                True,
+            )
         )
     return found
 

@@ -48,7 +48,7 @@ def read_throughput(paths: Iterable[Path]) -> dict[str, dict[int, float]]:
         for record in read_records(path):
             case = record["case"]
             drawn = record["bench"] in DRAWN and record["metric"] == "throughput"
-            if drawn and "part" not in case:
+            if drawn and "part" not in case and "concurrency" in case:
                 curve = curves.setdefault(record["arm"], {})
                 curve[case["concurrency"]] = record["median"]
     return curves

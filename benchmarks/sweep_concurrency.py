@@ -3,6 +3,10 @@
 
     python benchmarks/sweep_concurrency.py --arms fixed3,fixed7,upstream7,capacity7 \\
         --concurrency 8,64,256 --out sweep.jsonl
+    ... --steady --seconds 20          keeps each concurrency in flight
+    ... --arrival-rate 5,20            open loop, with latency
+    ... --step-change 4,256,4          recovery after a change of load
+    ... --churn 256 --seconds 600      random load, bursts, aborts; memory growth
 
 Every arm is an engine in a process of its own; all live on the GPU at once, and the
 loads alternate between them, so that drift of the machine hits all arms alike. Arms
@@ -39,6 +43,10 @@ from benchmarks.common import Record, append_records, print_table  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.checkpoints import PRESETS, write_preset  # noqa: E402
 from benchmarks.sweep.engine import EngineSetup, Load, run  # noqa: E402
+from benchmarks.sweep.options import add_traffic_arguments, loads_of  # noqa: E402
+from benchmarks.sweep.traffic import LengthRange  # noqa: E402
+
+BENCH = "sweep_concurrency"
 
 # Seconds for one engine to start, kernels compiled from cold.
 START_LIMIT_S = 420
@@ -129,14 +137,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_engine_arguments(parser, arms="none,fixed3,capacity7")
+    add_traffic_arguments(parser)
     add = parser.add_argument
-    add("--concurrency", type=list_of(positive_int), default=[1, 8])
-    add("--repetitions", type=positive_int, default=3)
-    add("--prompt-len", type=positive_int, default=64)
-    add("--output-len", type=positive_int, default=128)
+    add("--repetitions", type=positive_int, default=3, help="the first is apart")
     add("--out", type=Path, default=Path("out/sweep.jsonl"))
     args = parser.parse_args(argv)
     check_engine_arguments(parser, args)
+    try:
+        args.levels = loads_of(args)
+    except ValueError as e:
+        parser.error(str(e))
+    most = max(concurrency for _, concurrency, _ in args.levels)
+    if most > args.max_num_seqs:
+        parser.error(f"{most} requests at once exceed --max-num-seqs")
+    longest = args.prompt_len.high + args.output_len.high
+    if longest > args.max_model_len:
+        parser.error(
+            f"--prompt-len and --output-len reach {longest} tokens, --max-model-len "
+            f"is {args.max_model_len}"
+        )
     return args
 
 
@@ -211,7 +230,8 @@ class ArmProcess:
     def serve(self, load: Load) -> dict[str, Any]:
         """Run one load and return its figures."""
         self._pipe.send(load)
-        return self.receive(START_LIMIT_S)
+        lasting = load.traffic.end_s if load.traffic else 0.0
+        return self.receive(START_LIMIT_S + lasting)
 
     def stop(self) -> None:
         """End the process."""
@@ -250,10 +270,8 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
             ready = arms[name].receive(START_LIMIT_S)
             start_s = ready.pop("start_s")
             print(f"{name}: ready in {start_s:.0f} s", flush=True)
-            bench = "sweep_concurrency.setup"
-            append_records(
-                args.out, [Record(bench, ready, name, "start", "s", [start_s])]
-            )
+            record = Record(f"{BENCH}.setup", ready, name, "start", "s", [start_s])
+            append_records(args.out, [record])
 
     profiling = [a for a in args.parsed_arms if a.kind in ("upstream", "capacity")]
     quiet = [a for a in args.parsed_arms if a not in profiling]
@@ -274,40 +292,47 @@ def sweep(args: argparse.Namespace, arms: list[ArmProcess]) -> list[Record]:
     """Alternate the loads between the arms and return the records."""
     samples: dict[tuple[int, str], list[dict[str, Any]]] = {}
     with Progress() as progress:
-        total = len(args.concurrency) * args.repetitions * len(arms)
+        total = len(args.levels) * args.repetitions * len(arms)
         task = progress.add_task("sweep", total=total)
-        for concurrency in args.concurrency:
+        for level, (_, concurrency, traffic) in enumerate(args.levels):
             for repetition in range(args.repetitions):
                 load = Load(
                     concurrency,
                     args.prompt_len,
                     args.output_len,
                     args.seed + repetition,
+                    traffic=traffic,
                 )
                 for arm in arms:
                     figures = arm.serve(load)
-                    samples.setdefault((concurrency, arm.name), []).append(figures)
+                    samples.setdefault((level, arm.name), []).append(figures)
                     progress.advance(task)
-    records = []
-    for (concurrency, name), found in samples.items():
-        case: dict[str, Any] = {
-            "concurrency": concurrency,
-            "acceptance": args.acceptance,
-        }
-        if args.acceptance == "coupled":
-            case["spread"] = [args.spread_request, args.spread_position]
-        rates = [f["tok_s"] for f in found]
-        shown = ("num", "mean", "step", "survival")
-        steps = {k: v for k, v in found[-1].items() if k.startswith(shown)}
-        bench = "sweep_concurrency"
-        records += [
-            Record(
-                bench, {**case, "part": "first"}, name, "throughput", "tok/s", rates[:1]
-            ),
-            Record(bench, case, name, "throughput", "tok/s", rates[1:] or rates),
-            Record(bench + ".steps", {**case, **steps}, name, "steps", "1", [0.0]),
-        ]
-    return records
+    return [
+        record
+        for (level, arm), found in samples.items()
+        for record in _records(args, args.levels[level][0], arm, found)
+    ]
+
+
+def _records(
+    args: argparse.Namespace,
+    labels: dict[str, Any],
+    arm: str,
+    found: list[dict[str, Any]],
+) -> Iterator[Record]:
+    """Yield a level's records: each figure of the first repetition, and of the rest."""
+    case = {**labels, "acceptance": args.acceptance}
+    if args.acceptance == "coupled":
+        case["spread"] = [args.spread_request, args.spread_position]
+    for metric, (_, unit) in found[0]["figures"].items():
+        values = [f["figures"][metric][0] for f in found if metric in f["figures"]]
+        first = {**case, "part": "first"}
+        yield Record(BENCH, first, arm, metric, unit, values[:1], args.seed)
+        later = values[1:] or values
+        yield Record(BENCH, case, arm, metric, unit, later, args.seed)
+    kept = ("num", "mean", "step", "survival")
+    steps = {k: v for k, v in found[-1].items() if k.startswith(kept)}
+    yield Record(f"{BENCH}.steps", {**case, **steps}, arm, "steps", "1", [0.0])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -319,16 +344,12 @@ def main(argv: list[str] | None = None) -> int:
         running_arms(args, Path(root)) as arms,
     ):
         for arm in arms:  # kernels that only serving compiles
-            arm.serve(Load(8, args.prompt_len, 16, args.seed))
+            arm.serve(Load(8, args.prompt_len, LengthRange(16, 16), args.seed))
         records = sweep(args, arms)
     append_records(args.out, records)
     for part in ("first", None):
         print_table(
-            [
-                r
-                for r in records
-                if r.bench == "sweep_concurrency" and r.case.get("part") == part
-            ],
+            [r for r in records if r.bench == BENCH and r.case.get("part") == part],
             title="first repetition" if part else "later repetitions",
         )
     for record in records:

@@ -60,7 +60,10 @@ def load_throughput(path: Path) -> dict[tuple[int, str], float]:
     found = {
         (r["case"]["concurrency"], r["arm"]): float(r["median"])
         for r in _records(path)
-        if r.get("bench") == SWEEP_BENCH and "part" not in r["case"]
+        if r.get("bench") == SWEEP_BENCH
+        and r["metric"] == "throughput"
+        and "concurrency" in r["case"]
+        and "part" not in r["case"]
     }
     if not found:
         raise ValueError(f"{path} holds no throughput records of sweep_concurrency")
@@ -76,7 +79,7 @@ def load_served_steps(path: Path) -> list[ServedStep]:
     found = [
         ServedStep(r["case"]["concurrency"], round(float(width)), float(ms))
         for r in _records(path)
-        if r.get("bench") == f"{SWEEP_BENCH}.steps"
+        if r.get("bench") == f"{SWEEP_BENCH}.steps" and "concurrency" in r["case"]
         for width, ms in (r["case"].get("step_ms") or {}).items()
         if float(width).is_integer()
     ]

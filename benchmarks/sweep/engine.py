@@ -3,7 +3,6 @@
 
 import json
 import os
-import random
 import time
 import traceback
 from collections.abc import Mapping
@@ -12,7 +11,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.acceptance.world import World
-from benchmarks.simulator.engine import request_seed
+from benchmarks.sweep.driver import Driver
+from benchmarks.sweep.figures import figures_of
+from benchmarks.sweep.stepped import (
+    MemoryLog,
+    SteppedEngine,
+    prompt_of,
+    sampling_params,
+)
+from benchmarks.sweep.traffic import LengthRange, Traffic, make_request
 
 # What the ranks apply, JSON: {"rates": unconditional acceptance by position} or
 # {"world": World.to_json()} or {}.
@@ -49,25 +56,27 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class Load:
-    """One closed-loop load: ``concurrency`` requests at once until all are done.
+    """One load: ``concurrency`` requests at once until all are done, or a traffic.
 
     Attributes:
         concurrency: Requests.
-        prompt_len: Prompt tokens.
-        output_len: Output tokens.
-        seed: Of the prompts.
+        prompt: Prompt lengths.
+        output: Output lengths.
+        seed: Of prompts, lengths and draws.
         prompts: Texts instead of random prompts, ``concurrency`` of them.
         return_tokens: Send the output token ids back.
         held_depth: Depth to hold in a ``depths`` arm.
+        traffic: Who sends what and when, instead of all at once.
     """
 
     concurrency: int
-    prompt_len: int
-    output_len: int
+    prompt: LengthRange
+    output: LengthRange
     seed: int
     prompts: tuple[str, ...] | None = None
     return_tokens: bool = False
     held_depth: int | None = None
+    traffic: Traffic | None = None
 
 
 def run(setup: EngineSetup, pipe: Connection) -> None:
@@ -121,37 +130,25 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
     return llm, llm.collective_rpc("sweep_start", args=(worker,))[0]
 
 
-def _random_prompts(load: Load) -> list[dict[str, list[int]]]:
-    draw = random.Random(load.seed)
-    # Ids that every vocabulary has.
-    return [
-        {"prompt_token_ids": [draw.randrange(3, 700) for _ in range(load.prompt_len)]}
-        for _ in range(load.concurrency)
-    ]
-
-
 def _serve(llm: Any, load: Load) -> dict[str, Any]:
     import torch
 
-    from vllm import SamplingParams
-
     if load.held_depth is not None:
         llm.collective_rpc("sweep_hold_depth", args=(load.held_depth,))
-    # Synthetic acceptance draws by seed and position: the same for every arm.
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=load.output_len,
-            ignore_eos=load.prompts is None,
-            detokenize=False,
-            seed=request_seed(load.seed, number),
-        )
-        for number in range(load.concurrency)
-    ]
-    prompts = load.prompts or _random_prompts(load)
     llm.collective_rpc("sweep_take")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    serve = _serve_all if load.traffic is None else _serve_traffic
+    return {**serve(llm, load), **llm.collective_rpc("sweep_take")[0]}
+
+
+def _serve_all(llm: Any, load: Load) -> dict[str, Any]:
+    requests = [
+        make_request(number, load.prompt, load.output, load.seed)
+        for number in range(load.concurrency)
+    ]
+    params = [sampling_params(r, ignore_eos=load.prompts is None) for r in requests]
+    prompts = load.prompts or [prompt_of(r) for r in requests]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -159,8 +156,21 @@ def _serve(llm: Any, load: Load) -> dict[str, Any]:
     tokens = [list(o.outputs[0].token_ids) for o in outputs]
     return {
         **({"tokens": tokens} if load.return_tokens else {}),
-        "tok_s": num_tokens / seconds,
+        "figures": {"throughput": (num_tokens / seconds, "tok/s")},
         "num_tokens": num_tokens,
         "seconds": seconds,
-        **llm.collective_rpc("sweep_take")[0],
+    }
+
+
+def _serve_traffic(llm: Any, load: Load) -> dict[str, Any]:
+    assert load.traffic is not None
+    memory = MemoryLog()
+    with SteppedEngine(llm) as engine:
+        timeline = Driver(
+            engine, load.traffic, load.prompt, load.output, load.seed, on_step=memory
+        ).run()
+    return {
+        "figures": figures_of(timeline, load.traffic, memory.samples),
+        "num_tokens": sum(n for _, n, _ in timeline.steps),
+        "seconds": timeline.end_s,
     }

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real engine of the rehearsal under every traffic of the sweep tool."""
+
+import pytest
+
+from benchmarks import sweep_concurrency
+from benchmarks.sweep.engine import EngineSetup, Load
+from benchmarks.sweep.traffic import LengthRange, Traffic
+from benchmarks.sweep_concurrency import ArmProcess
+from tests.helpers.coupled_engine import WORLD
+from tests.helpers.engine import ENGINE_DEFAULTS, REHEARSAL_ENVIRONMENT
+
+pytestmark = pytest.mark.engine
+PROMPT, OUTPUT = LengthRange(4, 12), LengthRange(6, 20)
+# The sweep sets this one itself.
+LLM = {k: v for k, v in ENGINE_DEFAULTS.items() if k != "disable_log_stats"}
+
+
+@pytest.fixture(scope="module")
+def arm(tiny_target, tiny_draft):
+    """Start an engine that holds depth 7, with its knee at one request."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in REHEARSAL_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        process = ArmProcess(
+            EngineSetup(
+                arm="pinned7",
+                target=tiny_target,
+                draft=tiny_draft,
+                full_depth=7,
+                world=WORLD,
+                llm=LLM,
+                environ={"VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1"},
+            )
+        )
+    try:
+        setup = process.receive(sweep_concurrency.START_LIMIT_S)
+        assert setup["costs"]["draft_ms"].keys() == {"7"}
+        yield process
+    finally:
+        process.stop()
+
+
+def serve(arm, traffic, concurrency=4):
+    return arm.serve(Load(concurrency, PROMPT, OUTPUT, 0, traffic=traffic))
+
+
+def test_drain_yields_the_drawn_lengths_twice_alike(arm):
+    load = Load(3, PROMPT, OUTPUT, 0, return_tokens=True)
+    first, second = arm.serve(load), arm.serve(load)
+    assert first["tokens"] == second["tokens"] and first["num_steps"] > 3
+    assert first["num_steps"] == second["num_steps"]  # the same draws
+    assert len({len(t) for t in first["tokens"]}) > 1
+
+
+def test_every_traffic_is_served_and_measured(arm):
+    loads = {
+        "steady": Traffic("steady", 6, (4,)),
+        "open": Traffic("open", 4, arrival_rate=2.0),
+        "change": Traffic("change", 4, (1, 6, 2)),
+        "churn": Traffic("churn", 9, (6,)),
+    }
+    served = {kind: serve(arm, traffic) for kind, traffic in loads.items()}
+    for kind, result in served.items():
+        assert result["figures"]["throughput"][0] > 0, kind
+        assert result["num_steps"] > 5 and result["num_active"] > 0, kind
+    assert served["open"]["figures"]["ttft p99"][0] > 0
+    assert served["change"]["figures"]["phase 1 (C=6) steady"][0] > 0
+    assert "host growth" in served["churn"]["figures"]
+    # Nothing of an aborted load is left: the next one is as if it were the first.
+    load = Load(3, PROMPT, OUTPUT, 0, return_tokens=True)
+    assert [len(t) for t in arm.serve(load)["tokens"]] == [
+        len(t) for t in arm.serve(load)["tokens"]
+    ]

@@ -10,13 +10,14 @@ from vllm.v1.worker.gpu.spec_decode.dspark import cost_key as module
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_key import make_cache, make_key
 
 
-def model(name="target", content="a"):
+def model(name="target", content="a", layers=1):
     return SimpleNamespace(
         model=name,
         dtype="bfloat16",
         quantization=None,
         max_model_len=1024,
         compute_hash=lambda: f"hash of {content}",
+        hf_config=SimpleNamespace(to_json_string=lambda: f"{layers} layers"),
     )
 
 
@@ -59,6 +60,7 @@ def gpu(monkeypatch):
 
 CHANGES = {
     "model hash": lambda c: setattr(c, "model_config", model(content="b")),
+    "model file": lambda c: setattr(c, "model_config", model(layers=2)),
     "dtype": lambda c: setattr(c.model_config, "dtype", "float16"),
     "quantization": lambda c: setattr(c.model_config, "quantization", "fp8"),
     "context": lambda c: setattr(c.model_config, "max_model_len", 2048),

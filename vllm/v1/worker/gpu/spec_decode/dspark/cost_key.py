@@ -5,6 +5,7 @@ Invariant (pinned by tests/.../dspark/test_cost_key.py): every part of the key t
 changes gives another entry.
 """
 
+import hashlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import CostCache
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
         DSparkCapacityModelRunner,
     )
@@ -32,6 +34,12 @@ def overlay_version() -> str:
         return "checkout"
 
 
+def _model_hash(model: "ModelConfig") -> str:
+    """Hash vLLM's view of a model and its configuration file, without the weights."""
+    text = f"{model.compute_hash()} {model.hf_config.to_json_string()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 def make_key(runner: "DSparkCapacityModelRunner") -> dict[str, Any]:
     """Return the cache key of a runner whose KV cache has been initialised."""
     config, env = runner.vllm_config, DSparkCapacityEnv.from_environ(os.environ)
@@ -43,11 +51,11 @@ def make_key(runner: "DSparkCapacityModelRunner") -> dict[str, Any]:
     backends = {g.backend.get_name() for groups in runner.attn_groups for g in groups}
     return {
         "model": model.model,
-        "model_hash": model.compute_hash(),
+        "model_hash": _model_hash(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "draft": draft.model,
-        "draft_hash": draft.compute_hash(),
+        "draft_hash": _model_hash(draft),
         "gpu": current_platform.get_device_name(runner.device.index or 0),
         "vllm_version": vllm.__version__,
         "overlay_version": overlay_version(),

@@ -23,6 +23,11 @@ MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 _U32 = 0xFFFFFFFF
 
 
+def request_seed(load_seed: int, number: np.ndarray | int) -> np.ndarray | int:
+    """Return the seed of the ``number``-th request of a load."""
+    return load_seed * 65536 + number
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     x = x ^ (x >> 16)
     x = (x * MIX_1) & _U32

@@ -16,14 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.acceptance.draws import request_seed
 from benchmarks.acceptance.world import World
 from benchmarks.simulator.policies import Batch, Drafting, Policy
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
-
-
-def request_seed(load_seed: int, number: np.ndarray | int) -> np.ndarray | int:
-    """Return the seed of the ``number``-th request of a load."""
-    return load_seed * 65536 + number
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ where it is needed, on the device, with no host sync and nothing stored:
   sampler rejects. Its synthetic rates are all 1, so every other draft is accepted.
 
 It works alike for every arm, since both places are upstream's own. The seed is
-``SamplingParams.seed``. Greedy requests only.
+``SamplingParams.seed``. Greedy requests only, and only workers in the process that
+called ``install`` (one GPU).
 
 Invariants (pinned by tests/benchmarks/sweep/test_coupled.py, test_coupled_engine.py):
   * Both kernels agree with ``World``, which the simulator uses.

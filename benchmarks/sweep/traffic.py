@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from benchmarks.acceptance.draws import uniforms
-from benchmarks.simulator.engine import request_seed
+from benchmarks.acceptance.draws import request_seed, uniforms
 
 Kind = Literal["steady", "open", "change", "churn"]
 # Streams of benchmarks.acceptance.draws that the acceptance model does not use.

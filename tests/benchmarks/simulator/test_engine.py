@@ -100,6 +100,22 @@ def test_below_the_knee_capacity_is_fixed_k():
     assert ours == fixed
 
 
+def test_a_last_token_that_is_certain_takes_no_step_more():
+    """Without drafts every row yields a token: none is scheduled for nothing."""
+    load = SimulatedLoad(16, 32, 50, seed=1, refills=64)
+    engine = Engine(COSTS, MAX_TOKENS)
+    simulation = Simulation(engine, WORLD, make_policy("none", COSTS), load)
+    rows, schedule = [], simulation._schedule
+
+    def spied():
+        batch = schedule()
+        rows.append(int(batch.sampling.sum()))
+        return batch
+
+    simulation._schedule = spied
+    assert simulation.run().num_tokens == sum(rows)
+
+
 def test_steady_load_keeps_the_batch_full():
     load = SimulatedLoad(16, 32, 50, seed=1, refills=64)
     engine = Engine(COSTS, MAX_TOKENS)

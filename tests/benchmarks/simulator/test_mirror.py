@@ -27,6 +27,10 @@ def test_replays_random_rounds_as_the_product(seed):
     ours, theirs = HostMirror(S, K), ConfidenceMirror(S, K, DEVICE)
     reset = restarted = left_out = 0
     for _ in range(60):
+        if rng.random() < 0.2:  # between a round and its landing
+            slot, publishing = int(rng.integers(S)), bool(rng.integers(2))
+            for mirror in (ours, theirs):
+                mirror.reset_slot(slot, publishing=publishing)
         if rng.random() < 0.1:
             restarted += 1
             for mirror in (ours, theirs):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.acceptance.draws import request_seed
 from benchmarks.acceptance.world import sigmoid
-from benchmarks.simulator.engine import request_seed
 from tests.helpers.coupled_engine import WORLD
 from tests.helpers.engine import EngineResult, EngineSpec, dspark, run_engines
 

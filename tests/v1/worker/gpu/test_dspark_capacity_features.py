@@ -59,6 +59,10 @@ BITES = ("json", "regex", "bad_words", "penalties", "stop", "one_token")
 SAMPLED = {"temperature": 1.5, "max_tokens": 16}
 SEEDED = [SAMPLED | {"seed": seed} for seed in range(4)]
 ARMS = ("half", "zero", "mask")
+# Arms that then run one sampled batch twice.
+SAMPLING_ARMS = ("half", "mask")
+# Arms of the scarce cache.
+SCARCE_ARMS = ("curve", "curve_mask")
 
 
 def _watched(**spec) -> dict:
@@ -79,6 +83,7 @@ def _arms(draft: str) -> dict[str, dict]:
         "zero": capacity(dspark_budget_frac=0.0),
         "mask": capacity(dspark_budget_frac=0.3, **mask),
         "curve": capacity(dspark_sps_curve=STEEP_CURVE),
+        "curve_mask": capacity(dspark_sps_curve=STEEP_CURVE, **mask),
     }
 
 
@@ -100,8 +105,7 @@ def runs(tiny_target, tiny_draft) -> dict[str, EngineResult]:
     }
     arms = _arms(tiny_draft)
     for name in ARMS:
-        # `half` then runs one sampled batch twice.
-        sampled = 2 * SEEDED if name == "half" else []
+        sampled = 2 * SEEDED if name in SAMPLING_ARMS else []
         specs[name] = EngineSpec(
             tiny_target,
             [PROMPT] * (len(features) + len(sampled)),
@@ -179,8 +183,9 @@ def test_logprobs_equal_no_speculation(runs, arm):
         assert at_got == pytest.approx(at_want, abs=1e-3)
 
 
-def test_seeded_samples_repeat(runs):
-    sampled = runs["half"].tokens[len(FEATURES) :]
+@pytest.mark.parametrize("arm", SAMPLING_ARMS)
+def test_seeded_samples_repeat(runs, arm):
+    sampled = runs[arm].tokens[len(FEATURES) :]
     first, second = sampled[: len(SEEDED)], sampled[len(SEEDED) :]
     assert first == second
     assert len({tuple(tokens) for [tokens] in first}) > 1, "premise: seeds matter"
@@ -201,26 +206,28 @@ def scarce(tiny_target, tiny_draft, heldout_prompts) -> dict[str, EngineResult]:
         "prompts": [shared + prompt for prompt in heldout_prompts],
         "sampling": {"max_tokens": 40, "ignore_eos": True},
     }
-    capacity = EngineSpec(
-        **work,
-        speculative_config=_arms(tiny_draft)["curve"],
-        engine={
-            "num_gpu_blocks_override": 11,  # one request takes up to 8
-            "max_num_batched_tokens": 64,
-            "enable_prefix_caching": True,
-        },
-        # The first one fills the prefix cache for the others.
-        arrivals=[0, *[6] * 5],
-        aborts={str(ABORTED): ABORT_AFTER},
-        **_watched(),
-    )
-    specs = [EngineSpec(**work), capacity]
-    plain, run = run_engines(specs, env=ACTIVE, timeout_s=TIMEOUT_S)
-    return {"plain": plain, "curve": run}
+    specs = {"plain": EngineSpec(**work)}
+    for arm in SCARCE_ARMS:
+        specs[arm] = EngineSpec(
+            **work,
+            speculative_config=_arms(tiny_draft)[arm],
+            engine={
+                "num_gpu_blocks_override": 11,  # one request takes up to 8
+                "max_num_batched_tokens": 64,
+                "enable_prefix_caching": True,
+            },
+            # The first one fills the prefix cache for the others.
+            arrivals=[0, *[6] * 5],
+            aborts={str(ABORTED): ABORT_AFTER},
+            **_watched(),
+        )
+    results = run_engines(list(specs.values()), env=ACTIVE, timeout_s=TIMEOUT_S)
+    return dict(zip(specs, results, strict=True))
 
 
-def test_scarce_cache_chunked_prefill_and_prefix_cache_keep_the_output(scarce):
-    plain, run = scarce["plain"], scarce["curve"]
+@pytest.mark.parametrize("arm", SCARCE_ARMS)
+def test_scarce_cache_chunked_prefill_and_prefix_cache_keep_the_output(scarce, arm):
+    plain, run = scarce["plain"], scarce[arm]
     metrics = run.metrics
     assert metrics["vllm:num_preemptions"] > 0
     assert metrics["vllm:prefix_cache_hits"] > 2 * 32, "premise: several blocks"
@@ -234,8 +241,9 @@ def test_scarce_cache_chunked_prefill_and_prefix_cache_keep_the_output(scarce):
             assert got == want, i
 
 
-def test_an_abort_in_mid_stream_leaves_the_others_alone(scarce):
-    [got] = scarce["curve"].tokens[ABORTED]
+@pytest.mark.parametrize("arm", SCARCE_ARMS)
+def test_an_abort_in_mid_stream_leaves_the_others_alone(scarce, arm):
+    [got] = scarce[arm].tokens[ABORTED]
     [want] = scarce["plain"].tokens[ABORTED]
     assert ABORT_AFTER <= len(got) < len(want), "premise: it was cut short"
     assert got == want[: len(got)]

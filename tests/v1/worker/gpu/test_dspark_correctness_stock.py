@@ -81,6 +81,20 @@ def test_zero_speculative_tokens_are_refused(tiny_draft):
         )
 
 
+@pytest.mark.parametrize("setting", [{"min_p": 0.1}, {"logit_bias": {1: 2.0}}])
+def test_min_p_and_logit_bias_are_refused_with_any_speculation(setting):
+    """The day this fails, test_dspark_capacity_features.py has two more features."""
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    params = SamplingParams(**setting)
+    params._validate_spec_decode(None)
+    with pytest.raises(VLLMValidationError, match="not yet supported with spec"):
+        params._validate_spec_decode(SimpleNamespace())
+
+
 @pytest.mark.parametrize("non_causal", [True, False])
 def test_a_causal_only_backend_is_refused_for_a_block_draft_with_the_reason(
     non_causal,

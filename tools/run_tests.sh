@@ -1,6 +1,18 @@
 #!/usr/bin/env bash
 # Set up what the tests need, then run them: bash tools/run_tests.sh [pytest args]
+#
+# With --gpu-release first, they run on the Python of the release that GPUs get, with
+# the CPU build's extensions (see tools/make_gpu_release_site.py); without further
+# arguments, those that differ most between the releases.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup_env.sh
+if [ "${1-}" = --gpu-release ]; then
+    shift
+    site=$("$PYTHON" tools/make_gpu_release_site.py)
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+    if [ $# = 0 ]; then
+        set -- tests/v1/worker/gpu/test_dspark_{depth,correctness_stock}.py
+    fi
+fi
 exec "$PYTHON" -m pytest "$@"

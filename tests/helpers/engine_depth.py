@@ -7,7 +7,10 @@ placeholders, graphs, speculator) is the real thing.
 
 Each served step leaves one record in ``runner.depth_log``:
   * ``reported``: depth reported to the scheduler.
-  * ``depth``: depth that the scheduler asked this step's drafter for.
+  * ``told``: depth that the scheduler asked for.
+  * ``skips``: whether nobody can use this step's drafts (all requests end), so that
+    vLLM 0.33 makes none; 0.32 always makes them.
+  * ``depth``: depth that was drafted.
   * ``prefilling``: whether some request of the batch was still prefilling.
   * ``scheduled``: scheduled drafts per request, in batch order.
   * ``budget``: drafts verified of those, None for all.
@@ -68,10 +71,13 @@ def _log_what_ran(runner: Any) -> None:
 
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     seen = [0]
+    asked: dict[str, Any] = {}
 
-    def logged_execute(*args: Any, **kwargs: Any) -> Any:
+    def logged_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         seen[0] = len(replay_log)
-        return execute_model(*args, **kwargs)
+        asked["told"] = scheduler_output.num_spec_tokens_to_schedule
+        asked["skips"] = getattr(scheduler_output, "skip_drafts", False)
+        return execute_model(scheduler_output, *args, **kwargs)
 
     def logged_sample(grammar_output: Any) -> Any:
         state = runner.execute_model_state
@@ -82,7 +88,7 @@ def _log_what_ran(runner: Any) -> None:
         states = runner.req_states
         drafts = states.draft_tokens[batch.idx_mapping, :depth].tolist()
         lengths = states.total_len.gpu[batch.idx_mapping].tolist()
-        runner.depth_log[-1] |= {
+        runner.depth_log[-1] |= asked | {
             "depth": depth,
             "graphs": [
                 [key.manager, key.num_reqs, key.uniform_token_count]

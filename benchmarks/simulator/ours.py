@@ -132,6 +132,8 @@ class CapacityPolicy:
             DSparkCapacityEnv(),
             costs=self._recorded,
             mirror=self._mirror,
+            # The simulated engine's prices are of one context, too.
+            num_computed_tokens=np.zeros(num_slots, dtype=np.int32),
             num_speculative_steps=self._depth,
             max_total_logits=self._max_total_logits,
             num_bonus_tokens=1,

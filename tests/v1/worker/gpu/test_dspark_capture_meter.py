@@ -42,11 +42,14 @@ class Manager(MeteredCapture):
 @pytest.fixture
 def machine(monkeypatch):
     """A clock and a memory that every capture of a graph uses up."""
-    state = SimpleNamespace(seconds=0.0, free=100 << 30, made=[])
+    state = SimpleNamespace(seconds=0.0, free=100 << 30, made=[], num_queries=0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: state.seconds)
-    monkeypatch.setattr(
-        module.torch.accelerator, "get_memory_info", lambda: (state.free, 0)
-    )
+
+    def get_memory_info():
+        state.num_queries += 1
+        return state.free, 0
+
+    monkeypatch.setattr(module.torch.accelerator, "get_memory_info", get_memory_info)
 
     def capture(self, create_forward_fn):
         for found in (d for descs in CAPTURED.values() for d in descs):
@@ -77,6 +80,8 @@ def test_every_graph_counts_once_in_its_share(machine):
     assert len(machine.made) == 14, "the base's calls went through, warm-up and all"
     assert sum(s.seconds for s in shares.values()) == machine.seconds
     assert sum(s.num_bytes for s in shares.values()) == 7 << 30
+    assert shares["varlen"].num_bytes == 2 << 30, "two graphs of seven"
+    assert machine.num_queries == 2
 
 
 def test_another_capture_starts_afresh(machine):

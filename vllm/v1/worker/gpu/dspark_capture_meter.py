@@ -4,6 +4,8 @@
 Invariants (pinned by tests/v1/worker/gpu/test_dspark_capture_meter.py):
   * Every captured graph counts once, in the share of its descriptor.
   * Seconds and memory of the shares add up to those of the whole capture.
+  * The free memory is asked for twice a capture, not for every graph: beside other
+    processes on the GPU a query takes tens of milliseconds.
 """
 
 import time
@@ -30,8 +32,9 @@ class Share:
     Attributes:
         num_graphs: Graphs captured.
         seconds: Time, warm-up runs included.
-        num_bytes: GPU memory that was free before and is not after. Graphs share a
-            pool, largest first, so this is what a share added at its turn.
+        num_bytes: Its part, by number of graphs, of the GPU memory that was free
+            before the capture and is not after. Graphs share a pool that the largest
+            ones fill, so what remains is the graphs themselves.
     """
 
     num_graphs: int = 0
@@ -55,22 +58,33 @@ class CaptureMeter:
 
     def __init__(self) -> None:
         self.shares: dict[str, Share] = {}
-        self._open: tuple[str, float, int] | None = None
+        self._open: tuple[str, float] | None = None
+        self._free_before = 0
 
     def start(self, name: str) -> None:
         """Close the running share and open another."""
-        self.stop()
+        if not self.shares:
+            self._free_before = _free_bytes()
+        self._close()
         self.shares.setdefault(name, Share())
-        self._open = (name, time.perf_counter(), _free_bytes())
+        self._open = (name, time.perf_counter())
 
     def stop(self) -> None:
-        """Close the running share; nothing if none is."""
+        """Close the running share and deal the memory out; nothing if none is."""
         if self._open is None:
             return
-        name, start, free = self._open
+        self._close()
+        used = self._free_before - _free_bytes()
+        num_graphs = sum(share.num_graphs for share in self.shares.values())
+        for share in self.shares.values():
+            share.num_bytes = used * share.num_graphs // num_graphs
+
+    def _close(self) -> None:
+        if self._open is None:
+            return
+        name, start = self._open
         self._open = None
-        seconds = time.perf_counter() - start
-        self.shares[name] += Share(1, seconds, free - _free_bytes())
+        self.shares[name] += Share(1, time.perf_counter() - start)
 
 
 def _free_bytes() -> int:

@@ -271,18 +271,22 @@ def test_warmups_are_not_counted():
 # ---- a file with full tables -------------------------------------------------
 
 
-def file_costs(costs, **changes):
+def file_costs(costs, overhead_ms=0.5, **changes):
     document = json.loads(json.dumps(costs.to_json())) | changes
-    return make_costs({"dspark_sps_curve": document, "dspark_sps_overhead_ms": 0.5})
+    return make_costs(
+        {"dspark_sps_curve": document, "dspark_sps_overhead_ms": overhead_ms}
+    )
 
 
 def test_full_tables_of_a_file_are_used_where_they_fit(monkeypatch):
     monkeypatch.setattr(module.logger, "info_once", lambda *_: None)
     measured = make_costs(AUTO)
     profile(measured)
-    given = file_costs(measured.step_costs)
+    given = file_costs(measured.step_costs, overhead_ms=0.0)
     given.finish()
     assert given.measured and given.activation_num_reqs == measured.activation_num_reqs
+    given = file_costs(measured.step_costs)
+    given.finish()
     assert given.step_costs.draft_ms[1][4] == pytest.approx(0.04)
     assert given.step_costs.overhead_ms == 0.5
 

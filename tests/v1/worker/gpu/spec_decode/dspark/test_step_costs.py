@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost tables: what they accept, what they promise, and their file form."""
 
+import dataclasses
 import json
 import math
 
@@ -153,6 +154,18 @@ def test_json_round_trip_is_exact(values, overhead_ms, whole_step, num_stalled):
     )
     text = json.dumps({**costs.to_json(), "host": "extra keys are allowed"})
     assert_equal(StepCosts.from_json(json.loads(text)), costs)
+
+
+def test_a_file_from_before_context_was_priced_is_read():
+    written = make_costs().to_json()
+    for name in ("verify_context_ms", "draft_context_ms"):
+        del written[name]
+    costs = StepCosts.from_json(written)
+    assert_equal(
+        costs,
+        dataclasses.replace(make_costs(), verify_context_ms={}, draft_context_ms={}),
+    )
+    assert costs.context_ms(costs.depths[-1], costs.depths[-1], 1, 1e6) == 0.0
 
 
 @pytest.mark.parametrize(

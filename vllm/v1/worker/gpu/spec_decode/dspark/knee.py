@@ -7,8 +7,9 @@ Invariants (pinned by tests/.../dspark/test_knee.py):
   * ``find_knee`` looks at the upper half of the curve only: the largest drop of
     all is the one from one to a few requests, where speculation still pays.
   * Curves of whole steps have their knee by shape, costs by part theirs by gain.
-  * ``knee_from_costs`` is the first batch size at which any enabled plan beats
-    verifying everything at full depth by the margin.
+  * ``knee_from_costs`` is the first batch size from which, over a quarter of it and
+    two sizes more, some enabled plan beats verifying everything at full depth by
+    the margin.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
     StepCosts,
     check_sps_points,
 )
+
+# Batch sizes above a knee that must gain as well, besides a quarter of it.
+_MORE_SIZES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +158,12 @@ def knee_from_costs(
     margin: float,
     context_tokens: float = 0.0,
 ) -> int:
-    """Smallest batch whose best plan beats fixed K by ``margin``.
+    """Smallest batch from which the best plan beats fixed K by ``margin``.
 
-    Every request is taken to have the prior survivals. Runs once at start.
+    It must do so at every size up to a quarter larger, and at two more at least:
+    small batches are bound by the host, and their timings scatter by more than the
+    margin, so a single size that seems to gain says nothing. Every request is taken
+    to have the prior survivals. Runs once at start.
 
     Args:
         costs: Cost tables; K must be an enabled depth.
@@ -178,21 +185,35 @@ def knee_from_costs(
         )
     prior = np.minimum.accumulate(np.asarray(prior_survival, dtype=np.float64))
     prior = prior[:num_speculative_tokens]
-    fixed_gain = 1.0 + float(prior.sum())
+    gains = [
+        _best_gain(costs, num_speculative_tokens, num_reqs, prior, context_tokens)
+        > margin
+        for num_reqs in range(1, costs.max_num_reqs + 1)
+    ]
     for num_reqs in range(1, costs.max_num_reqs + 1):
-        # Rows are alike, so the best b drafts are whole positions, then a part.
-        gains = np.repeat(
-            np.concatenate(([num_reqs], prior)), [1] + [num_reqs] * len(prior)
-        )
-        expected_tokens = np.cumsum(gains)
-        fixed_ms = costs.uniform_step_ms(
-            num_speculative_tokens, num_reqs, context_tokens
-        )
-        fixed_rate = num_reqs * fixed_gain / fixed_ms
-        best = max(
-            best_budget(costs, d, num_reqs, expected_tokens, context_tokens)[1]
-            for d in costs.depths
-        )
-        if best > fixed_rate * (1.0 + margin):
+        window = num_reqs // 4 + 1 + _MORE_SIZES
+        if all(gains[num_reqs - 1 : num_reqs - 1 + window]):
             return num_reqs
     return costs.max_num_reqs + 1
+
+
+def _best_gain(
+    costs: StepCosts,
+    num_speculative_tokens: int,
+    num_reqs: int,
+    prior: np.ndarray,
+    context_tokens: float,
+) -> float:
+    """Relative gain of the best plan of one batch size over fixed K."""
+    # Rows are alike, so the best b drafts are whole positions, then a part.
+    tokens = np.repeat(
+        np.concatenate(([num_reqs], prior)), [1] + [num_reqs] * len(prior)
+    )
+    expected_tokens = np.cumsum(tokens)
+    fixed_ms = costs.uniform_step_ms(num_speculative_tokens, num_reqs, context_tokens)
+    fixed_rate = num_reqs * (1.0 + float(prior.sum())) / fixed_ms
+    best = max(
+        best_budget(costs, d, num_reqs, expected_tokens, context_tokens)[1]
+        for d in costs.depths
+    )
+    return best / fixed_rate - 1.0

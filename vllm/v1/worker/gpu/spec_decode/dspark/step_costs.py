@@ -23,7 +23,8 @@ SCHEMA = "vllm-dspark-sps-curve"
 VERSION = 1
 # Keeps rates finite when a clock with coarse ticks reports 0 ms.
 MIN_VERIFY_MS = 1e-6
-_BY_DEPTH = ("draft_ms", "verify_uniform_ms", "verify_context_ms", "draft_context_ms")
+_CONTEXT = ("verify_context_ms", "draft_context_ms")
+_BY_DEPTH = ("draft_ms", "verify_uniform_ms", *_CONTEXT)
 Points = list[tuple[int, float]]
 REPROFILE = "check dspark_sps_curve, or let 'auto' measure it again"
 
@@ -222,6 +223,8 @@ class StepCosts:
     def from_json(cls, data: Mapping[str, Any]) -> "StepCosts":
         """Rebuild from :meth:`to_json`; ``sps_curve`` and unknown keys are ignored.
 
+        Context tables may be missing.
+
         Raises:
             ValueError: another schema or version, a missing key, a bad table.
         """
@@ -238,6 +241,8 @@ class StepCosts:
                 **{
                     name: {int(d): t for d, t in data[name].items()}
                     for name in _BY_DEPTH
+                    # A file from before context was priced: it costs nothing there.
+                    if name in data or name not in _CONTEXT
                 },
                 verify_varlen_ms=data["verify_varlen_ms"],
                 overhead_ms=float(data["overhead_ms"]),

@@ -76,6 +76,10 @@ def make_specs(target: str, draft: str, prompts: list[str]) -> dict[str, EngineS
             speculative_config=half,
             process_setup=SPIES + "attention_without_varlen_graphs",
         ),
+        "fallback_auto": _watched(
+            speculative_config=capacity(dspark_sps_curve="auto"),
+            process_setup=SPIES + "attention_without_varlen_graphs",
+        ),
         "shifted": _watched("shift_capacities", speculative_config=half),
         "fixed_after": _watched("watch", speculative_config=fixed),
     }
@@ -194,6 +198,15 @@ def test_attention_without_varlen_graphs_falls_back_to_mask_with_a_reason(runs):
     [reason] = [w for w in run.warnings if "falls back" in w]
     assert "'mask'" in reason and "CPUAttentionBackend" in reason
     assert _trimmed(run)
+    assert run.tokens == _expected(runs)
+
+
+def test_measured_costs_serve_where_the_mode_fell_back_to_mask(runs):
+    run = runs["fallback_auto"]
+    assert run.probes[0]["manager"] == "MaskCapacityManager"
+    assert any(step["active"] for step in _steps(run)), "premise: capacity plans"
+    # A fixed shape costs the same whatever is verified.
+    assert not _trimmed(run)
     assert run.tokens == _expected(runs)
 
 

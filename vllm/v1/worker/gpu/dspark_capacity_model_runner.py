@@ -172,7 +172,12 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             ),
             make_cache(self, self.cost_cache_directory),
         )
-        size = super().capture_model(**kwargs)
+        # Upstream times batches for whoever stands here, while it captures.
+        standing, self.adaptive_verification = self.adaptive_verification, self.capacity
+        try:
+            size = super().capture_model(**kwargs)
+        finally:
+            self.adaptive_verification = standing
         self.capacity.finish_start_up()
         if self.online_sts is not None:
             self.online_sts.warm_up()

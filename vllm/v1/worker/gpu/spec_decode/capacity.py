@@ -128,6 +128,14 @@ class CapacityManager:
         self._plan = FIXED
         self._batch: BatchReqState | None = None
 
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
+        """Yield the runner's dummy batches whose timings price a step."""
+        return self.costs.batches_to_profile()
+
+    def set_initial_cost_curves(self, samples: list) -> None:
+        """Build the cost tables from the timings of those batches."""
+        self.costs.set_samples(samples)
+
     def finish_start_up(self) -> None:
         """Compile the admission kernel, complete the costs and let capacity run.
 
@@ -268,14 +276,6 @@ class VarlenCapacityManager(CapacityManager):
         self._reports_admitted_counts = reports_admitted_counts
         self._cu_num_logits = torch.zeros_like(query_start_loc)
 
-    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
-        """Yield the runner's dummy batches whose timings price a step."""
-        return self.costs.batches_to_profile()
-
-    def set_initial_cost_curves(self, samples: list) -> None:
-        """Build the cost tables from the timings of those batches."""
-        self.costs.set_samples(samples)
-
     def compact_batch(
         self,
         num_draft_tokens_per_req: np.ndarray,
@@ -333,7 +333,9 @@ class MaskCapacityManager(CapacityManager):
     """Fixed-shape verification: drafts beyond the capacity are rejected unjudged.
 
     Saves no target work; it is the way out where an attention backend cannot
-    replay graphs of uneven query lengths, and it keeps threshold semantics.
+    replay graphs of uneven query lengths, and it keeps threshold semantics. Measured
+    costs (``auto``) therefore say that a budget saves nothing: only the depth follows
+    the load.
     """
 
     def __init__(

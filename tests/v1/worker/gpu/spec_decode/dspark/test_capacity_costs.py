@@ -5,6 +5,7 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.helpers.capacity_cases import (
@@ -23,6 +24,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import CostCache
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
     ProfileHooks,
     ProfileOptions,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
+    PlanInputs,
+    plan_budget,
+    plan_depth,
 )
 
 AUTO = {"dspark_sps_curve": "auto"}
@@ -266,6 +272,25 @@ def test_warmups_are_not_counted():
     ran.clear()
     profile(cold, engine)
     assert cold.step_costs.verify_varlen_ms[16] > 4.0, "premise: cold runs are slower"
+
+
+# ---- no varlen graphs: mask mode ---------------------------------------------
+
+
+def test_without_varlen_graphs_no_budget_saves_time_but_depths_differ():
+    costs = make_costs(AUTO)
+    timings = profile(costs, Engine(varlen=()))
+    assert timings, "premise: uniform batches are timed"
+    tables = costs.step_costs
+    assert (tables.verify_varlen_ms == tables.verify_varlen_ms[0]).all()
+    for depth in DEPTHS:
+        assert (tables.verify_uniform_ms[depth] <= tables.verify_varlen_ms[0]).all()
+    survival = np.full((4, K), 1e-3)
+    inputs = PlanInputs(
+        survival, np.full(4, K, np.int32), 4, 4, 4 * K, K, survival, DEPTHS
+    )
+    assert plan_budget(inputs, tables).verify_all
+    assert plan_depth(inputs, tables).draft_depth == 1
 
 
 # ---- a file with full tables -------------------------------------------------

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
     ProfileHooks,
     ProfileOptions,
     ProfileShape,
+    flat_samples,
     profile_shapes,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs, knee_from_curve
@@ -227,8 +228,11 @@ class CapacityCosts:
         split = split_context(
             samples, depths=self.depths, max_num_reqs=self.max_num_reqs
         )
+        kept = split.samples
+        if not graphs.varlen_num_tokens():
+            kept = [*kept, *flat_samples(kept, self.max_num_tokens)]
         costs = costs_from_samples(
-            split.samples,
+            kept,
             depths=self.depths,
             max_num_reqs=self.max_num_reqs,
             max_num_tokens=self.max_num_tokens,

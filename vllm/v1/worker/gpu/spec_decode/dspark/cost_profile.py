@@ -11,7 +11,7 @@ Invariants (pinned by tests/.../dspark/test_cost_profile.py):
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -131,6 +131,28 @@ def thin(sizes: Sequence[int], num_points: int) -> list[int]:
     wanted = np.geomspace(sizes[0], sizes[-1], num_points)
     nearest = np.searchsorted(np.asarray(sizes), wanted - 1e-9)
     return [sizes[i] for i in sorted(set(np.minimum(nearest, len(sizes) - 1)))]
+
+
+def flat_samples(
+    samples: Sequence[CostSample], max_num_tokens: int
+) -> list[CostSample]:
+    """Price trimmed batches of an engine that keeps every batch's shape.
+
+    It verifies as much whatever the budget, so all budgets cost alike, and no less
+    than verifying everything: no plan trims in order to save time.
+
+    Args:
+        samples: Uniform batches and drafts, context taken out.
+        max_num_tokens: Largest batch in tokens.
+    """
+    verify = [s for s in samples if s.kind == "uniform"]
+    if not verify:
+        return []
+    dearest = max(verify, key=lambda s: s.ms)
+    return [
+        replace(dearest, kind="varlen", num_tokens=tokens, full_cudagraph=False)
+        for tokens in (1, max_num_tokens)
+    ]
 
 
 def profile_shapes(

@@ -3,6 +3,7 @@
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -84,4 +85,27 @@ def readable_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """Return a path that can be written, making its folder.
+
+    A measurement takes minutes; a path that then fails would have wasted them.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.name:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: is a directory; give a file, such as out/result.json"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Made and removed beside the result.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: cannot be written ({error.strerror}); give a file in a "
+            "directory of yours, such as out/result.json"
+        ) from error
     return path

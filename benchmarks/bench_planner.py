@@ -44,7 +44,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
 from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from benchmarks.arguments import natural, positive_int  # noqa: E402
+from benchmarks.arguments import natural, output_file, positive_int  # noqa: E402
 from benchmarks.common import (  # noqa: E402
     Record,
     append_records,
@@ -160,7 +160,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Host time of one plan, next to upstream's."
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    parser.add_argument("--out", type=output_file, help="append JSON lines here")
     parser.add_argument(
         "--num-reqs", type=positive_int, nargs="+", default=[8, 64, 256, 1024]
     )

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import positive_int  # noqa: E402
-from benchmarks.common import Record, append_records  # noqa: E402
+from benchmarks.arguments import output_file, positive_int  # noqa: E402
+from benchmarks.common import Record, append_records, new_records  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
 from benchmarks.sweep.traffic import LengthRange  # noqa: E402
@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--waves", default="64,1,17", help="requests at once, one load after another")
     add("--prompt-len", type=positive_int, default=32, help="of random prompts")
     add("--output-len", type=positive_int, default=96)
-    add("--out", type=Path, default=Path("out/lossless.jsonl"))
+    add("--out", type=output_file, default="out/lossless.jsonl")
     args = parser.parse_args(argv)
     args.arms = ["none", *(a for a in args.arms if a != "none")]
     check_engine_arguments(parser, args, depths_by_load=True)
@@ -90,9 +90,12 @@ def _variants(arm: Arm) -> list[tuple[str, int | None]]:
 def main(argv: list[str] | None = None) -> int:
     """Compare all arms with the first one, which does not speculate."""
     args = parse_args(argv)
-    args.out.unlink(missing_ok=True)
     num_different = 0
-    with tempfile.TemporaryDirectory() as root, running_arms(args, Path(root)) as arms:
+    with (
+        new_records(args.out) as args.out,
+        tempfile.TemporaryDirectory() as root,
+        running_arms(args, Path(root)) as arms,
+    ):
         expected = [arms[0].serve(load)["tokens"] for load in args.loads]
         for arm, parsed in zip(arms[1:], args.parsed_arms[1:], strict=True):
             for name, depth in _variants(parsed):

@@ -30,7 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import ROOT, Record, append_records  # noqa: E402
+from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.common import ROOT, Record, append_records, new_records  # noqa: E402
 
 BUNDLED = ROOT / "tests" / "fixtures" / "tiny-dspark"
 SCENARIOS = ("drift", "lost-broadcast", "orders")
@@ -60,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpu-memory-utilization", type=float, default=0.1)
     add("--phase-limit-s", type=float, default=120.0, help="longer is a hang")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=Path("out/tensor_parallel.jsonl"))
+    add("--out", type=output_file, default="out/tensor_parallel.jsonl")
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")
     for name in args.scenarios:
@@ -309,17 +310,16 @@ def collect(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run the scenarios; return 1 if any of them went wrong."""
     args = parse_args(argv)
-    args.out.unlink(missing_ok=True)
     num_wrong = 0
-    for name in args.scenarios:
-        phases = collect(args, name)
-        wrong = judge(name, phases, args)
-        num_wrong += wrong is not None
-        print(f"{name}: {wrong or 'as it should be'}", flush=True)
-        case = {"scenario": name, "wrong": wrong, "phases": phases}
-        append_records(
-            args.out, [Record(BENCH, case, name, "findings", "1", [float(bool(wrong))])]
-        )
+    with new_records(args.out) as out:
+        for name in args.scenarios:
+            phases = collect(args, name)
+            wrong = judge(name, phases, args)
+            num_wrong += wrong is not None
+            print(f"{name}: {wrong or 'as it should be'}", flush=True)
+            case = {"scenario": name, "wrong": wrong, "phases": phases}
+            found = [float(bool(wrong))]
+            append_records(out, [Record(BENCH, case, name, "findings", "1", found)])
     return 1 if num_wrong else 0
 
 

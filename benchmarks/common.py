@@ -5,6 +5,7 @@ A record is one arm of one case: every sample is kept, with what is needed to ru
 it again. Tables and plots are made from the records alone.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -13,7 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps(record.as_json()) + "\n")
+
+
+@contextlib.contextmanager
+def new_records(path: Path) -> Iterator[Path]:
+    """Yield a file to append records to, which takes the place of ``path`` at the end.
+
+    A run that fails leaves what it measured in ``<path>.part``, and ``path`` as it was.
+    """
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    yield part
+    if part.exists():
+        part.replace(path)
 
 
 def print_table(

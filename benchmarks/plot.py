@@ -8,9 +8,14 @@ Of several files with the same arm and concurrency, the last one counts.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import output_file  # noqa: E402
 
 DRAWN = ("sweep_concurrency", "simulate_capacity")
 
@@ -86,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("out/sweep.png"))
+    parser.add_argument("--out", type=output_file, default="out/sweep.png")
     args = parser.parse_args(argv)
     try:
         curves = read_throughput(args.files)
@@ -94,7 +99,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(e))
     if not curves:
         parser.error("no throughput records in " + ", ".join(map(str, args.files)))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(curves, args.out)
     print(f"wrote {args.out}")
     return 0

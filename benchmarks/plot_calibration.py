@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import calibration as cal  # noqa: E402
+from benchmarks.arguments import output_file  # noqa: E402
 from benchmarks.common import Record, append_records  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (  # noqa: E402
@@ -188,8 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("--drafts", type=int, default=3000, help="graded drafts seen")
     parser.add_argument("--costs", type=Path, help="records of a sweep, for the regret")
-    parser.add_argument("--out", type=Path, help="append records here (JSON lines)")
-    parser.add_argument("--plot", type=Path, help="write the diagram here (PNG)")
+    parser.add_argument(
+        "--out", type=output_file, help="append records here (JSON lines)"
+    )
+    parser.add_argument("--plot", type=output_file, help="write the diagram here (PNG)")
     args = parser.parse_args(argv)
     if args.drafts < 1:
         parser.error(f"--drafts={args.drafts}: must be at least 1. Ask for more")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arguments import output_file
 from common import environment, repro_command
 
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import best_budget, knee_from_costs
@@ -60,8 +61,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-o", "--out", type=Path, help="write the curve here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here")
+    parser.add_argument("-o", "--out", type=output_file, help="write the curve here")
+    parser.add_argument("--plot", type=output_file, help="write a PNG here")
     parser.add_argument(
         "--from-json", type=Path, help="print and plot this file, measure nothing"
     )
@@ -280,7 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     if args.from_json is None:
         document = measure(args, rest)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document) + "\n")
         print(f"wrote {args.out}")
         costs = StepCosts.from_json(document)

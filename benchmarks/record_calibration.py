@@ -31,6 +31,8 @@ from tiny_dspark.grammar import make_heldout  # noqa: E402
 from tiny_dspark.model import Draft, Shape, Target, rotary_table  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
+from benchmarks.arguments import output_file  # noqa: E402
+
 CHECKPOINT = ROOT / "tests" / "fixtures" / "tiny-dspark"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 MAX_NEW = 160
@@ -87,12 +89,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", default="calibration")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
-        "--out", type=Path, default=Path("out/calibration-record.jsonl")
+        "--out", type=output_file, default="out/calibration-record.jsonl"
     )
     args = parser.parse_args(argv)
     if args.per_kind < 1:
         parser.error(f"--per-kind={args.per_kind}: must be at least 1. Ask for more")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
         for name in TEMPERATURES:
             rows = record(args.per_kind, args.seed, args.device, name)

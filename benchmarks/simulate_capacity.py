@@ -25,10 +25,16 @@ from benchmarks.arguments import (  # noqa: E402
     list_of,
     natural,
     number,
+    output_file,
     positive_int,
     readable_file,
 )
-from benchmarks.common import Record, append_records, print_table  # noqa: E402
+from benchmarks.common import (  # noqa: E402
+    Record,
+    append_records,
+    new_records,
+    print_table,
+)
 from benchmarks.plot import draw  # noqa: E402
 from benchmarks.simulator.arms import (  # noqa: E402
     DEFAULT_MAX_LOGITS,
@@ -106,8 +112,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
     add("--host-ms-per-request", type=number(0), default=0.0)
-    add("--out", type=Path, help="write JSON lines here")
-    add("--plot", type=Path, help="write a PNG here")
+    add("--out", type=output_file, help="write JSON lines here")
+    add("--plot", type=output_file, help="write a PNG here")
     args = parser.parse_args(argv)
     try:
         _load(args)
@@ -254,8 +260,8 @@ def main(argv: list[str] | None = None) -> int:
         print_table(errors, title="simulated / measured - 1")
         records += errors
     if args.out:
-        args.out.unlink(missing_ok=True)
-        append_records(args.out, records)
+        with new_records(args.out) as out:
+            append_records(out, records)
     if args.plot:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         curves: dict[str, dict[int, float]] = {}

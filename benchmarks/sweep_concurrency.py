@@ -38,8 +38,19 @@ from benchmarks.acceptance.world import (  # noqa: E402
     World,
     check_profile,
 )
-from benchmarks.arguments import list_of, natural, number, positive_int  # noqa: E402
-from benchmarks.common import Record, append_records, print_table  # noqa: E402
+from benchmarks.arguments import (  # noqa: E402
+    list_of,
+    natural,
+    number,
+    output_file,
+    positive_int,
+)
+from benchmarks.common import (  # noqa: E402
+    Record,
+    append_records,
+    new_records,
+    print_table,
+)
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.checkpoints import PRESETS, write_preset  # noqa: E402
 from benchmarks.sweep.engine import EngineSetup, Load, run  # noqa: E402
@@ -140,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_traffic_arguments(parser)
     add = parser.add_argument
     add("--repetitions", type=positive_int, default=3, help="the first is apart")
-    add("--out", type=Path, default=Path("out/sweep.jsonl"))
+    add("--out", type=output_file, default="out/sweep.jsonl")
     args = parser.parse_args(argv)
     check_engine_arguments(parser, args)
     try:
@@ -338,15 +349,15 @@ def _records(
 def main(argv: list[str] | None = None) -> int:
     """Run the sweep, write JSON lines and print the table."""
     args = parse_args(argv)
-    args.out.unlink(missing_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as root,
-        running_arms(args, Path(root)) as arms,
-    ):
-        for arm in arms:  # kernels that only serving compiles
-            arm.serve(Load(8, args.prompt_len, LengthRange(16, 16), args.seed))
-        records = sweep(args, arms)
-    append_records(args.out, records)
+    with new_records(args.out) as args.out:
+        with (
+            tempfile.TemporaryDirectory() as root,
+            running_arms(args, Path(root)) as arms,
+        ):
+            for arm in arms:  # kernels that only serving compiles
+                arm.serve(Load(8, args.prompt_len, LengthRange(16, 16), args.seed))
+            records = sweep(args, arms)
+        append_records(args.out, records)
     for part in ("first", None):
         print_table(
             [r for r in records if r.bench == BENCH and r.case.get("part") == part],

@@ -44,6 +44,7 @@ from benchmarks.arguments import (  # noqa: E402
     natural,
     number,
     one_of,
+    output_file,
     positive_int,
 )
 from benchmarks.common import Record, append_records, interleave, print_table  # noqa: E402
@@ -246,7 +247,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument(
+        "--out", type=output_file, help="append JSON lines to this file"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--arms", type=list_of(one_of(ARMS)), default=list(ARMS))
     sizes = [8, 32, 64, 128, 256, 512, 1024]

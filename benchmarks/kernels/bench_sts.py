@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.arguments import output_file  # noqa: E402
 from benchmarks.common import Record, append_records, print_table  # noqa: E402
 from tests.helpers.sts_cases import draw_rows, ring_of  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (  # noqa: E402
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--reqs", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--steps", type=int, default=7, help="draft positions K")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=output_file)
     args = parser.parse_args(argv)
     if min(args.reqs) < 1 or args.rounds < 1 or not 1 <= args.steps <= 16:
         parser.error("--reqs and --rounds must be at least 1, --steps in [1, 16]")

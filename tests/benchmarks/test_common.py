@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from benchmarks.common import Record, append_records, interleave, print_table
+from benchmarks.common import (
+    Record,
+    append_records,
+    interleave,
+    new_records,
+    print_table,
+)
 
 
 def record(arm="ours", samples=(3.0, 1.0, 2.0, 10.0), **changes):
@@ -55,3 +61,26 @@ def test_table_shows_median_and_speed_up(capsys, baseline):
     assert "2.00 (0.00)" in printed and "7.00 (0.00)" in printed
     assert ("3.50x" in printed) == (baseline is not None)
     assert "R=8" in printed and "device [us]" in printed
+
+
+def test_new_records_replace_the_old_ones_only_at_the_end(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    path.write_text("old\n")
+    with pytest.raises(RuntimeError), new_records(path) as part:
+        part.write_text("half\n")
+        raise RuntimeError
+    assert path.read_text() == "old\n", "a run that failed takes nothing away"
+    assert part.read_text() == "half\n", "and keeps what it measured"
+    with new_records(path) as part:
+        assert not part.exists(), "nor does the next run begin with it"
+        part.write_text("new\n")
+    assert path.read_text() == "new\n"
+    assert not part.exists()
+
+
+def test_nothing_measured_leaves_the_old_records(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    path.write_text("old\n")
+    with new_records(path):
+        pass
+    assert path.read_text() == "old\n"

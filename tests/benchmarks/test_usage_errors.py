@@ -27,6 +27,8 @@ ADMISSION, LOSSLESS = bench_admission.parse_args, check_lossless.parse_args
         (SWEEP, ["--kv-cache-gib", "-1"], "'-1'"),
         (SWEEP, ["--gpu-memory-utilization", "2"], "'2'"),
         (SWEEP, ["--acceptance", "real"], "--target"),
+        (SWEEP, ["--out", "/dev/null/x.jsonl"], "cannot be written"),
+        (SWEEP, ["--out", "."], "is a directory"),
         (LOSSLESS, ["--waves", "a"], "'a'"),
         (LOSSLESS, ["--output-len", "0"], "'0'"),
         (PLANNER, ["--num-reqs", "0"], "'0'"),

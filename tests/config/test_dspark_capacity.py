@@ -162,7 +162,7 @@ BAD_VALUES += [
 ]
 BAD_VALUES += [
     ("dspark_sps_cache", value)
-    for value in ("", " ", None, True, __file__, "/dev/null/x", "a\0b")
+    for value in ("", " ", None, True, __file__, "/dev/null/x", "a\0b", "OFF", "auto")
 ]
 BAD_VALUES += [
     ("dspark_sps_curve", value)

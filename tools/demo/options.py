@@ -3,10 +3,10 @@
 
 import argparse
 import shlex
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.arguments import output_file
 from tools.demo.arms import EXAMPLE_CURVE, ROOT, Settings
 
 _DEFAULT_CONCURRENCY = {"cpu": (1, 2, 4, 8), "gpu": (1, 2, 4, 8, 16, 32, 64)}
@@ -51,29 +51,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return integer
 
 
-def result_file(text: str) -> Path:
-    """Return a path that can be written, making its folder (an argparse type).
-
-    The servers take minutes; a path that then fails would have wasted them.
-    """
-    path = Path(text)
-    if path.is_dir() or not path.name:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: is a directory; give a file, such as out/demo.json"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Made and removed beside the result, which the logs and the plot need too.
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: cannot be written ({error.strerror}); give a file in a "
-            "directory of yours, such as out/demo.json"
-        ) from error
-    return path
-
-
 def cost_curve(text: str) -> str:
     """Return "auto" or the absolute path of a curve file (an argparse type)."""
     if text == "auto":
@@ -105,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
-        type=result_file,
+        type=output_file,
         default=str(ROOT / "out" / "demo" / "demo.json"),
         metavar="FILE",
         help="result; the plot (.png) and the servers' logs go next to it "

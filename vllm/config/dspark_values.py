@@ -113,6 +113,10 @@ def read_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     )
 
 
+# What a user may mean by them is not to make a directory of that name.
+_SWITCH_WORDS = ("off", "on", "auto", "true", "false", "none", "null", "0", "1")
+
+
 def read_directory(name: str, value: Any, *, off: str) -> str:
     """Return a directory that exists or could be made, or ``off``. Makes nothing.
 
@@ -125,6 +129,10 @@ def read_directory(name: str, value: Any, *, off: str) -> str:
         raise bad_value(name, value, allowed=allowed, way_out=way_out)
     if value == off:
         return value
+    if value.strip().lower() in _SWITCH_WORDS:
+        allowed = f'"{off}" or a directory (a switch, misspelt, is no directory)'
+        way_out = f'Give "{off}", or "./{value.strip()}" for a directory of that name'
+        raise bad_value(name, value, allowed=allowed, way_out=way_out)
     nearest = os.path.abspath(os.path.expanduser(value))
     while not os.path.lexists(nearest):
         nearest = os.path.dirname(nearest)

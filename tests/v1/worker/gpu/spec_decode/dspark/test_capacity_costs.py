@@ -327,13 +327,13 @@ def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
     monkeypatch, change, why
 ):
     lines = []
+    monkeypatch.setattr(module.logger, "info_once", lambda *_: None)
     monkeypatch.setattr(
-        module.logger, "info_once", lambda text, *args: lines.append(text % args)
+        module.logger, "warning_once", lambda text, *args: lines.append(text % args)
     )
     measured = make_costs(AUTO)
     profile(measured)
     given = file_costs(measured.step_costs, **change)
-    lines.clear()
     given.finish()
     assert given.step_costs.whole_step and not given.measured
     [reason] = [line for line in lines if "using its points" in line]
@@ -342,8 +342,9 @@ def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
 
 def test_file_of_points_alone_needs_no_reason(monkeypatch):
     lines = []
+    monkeypatch.setattr(module.logger, "info_once", lambda *_: None)
     monkeypatch.setattr(
-        module.logger, "info_once", lambda text, *args: lines.append(text % args)
+        module.logger, "warning_once", lambda text, *args: lines.append(text % args)
     )
     document = {"schema": "vllm-dspark-sps-curve", "version": 1}
     document |= {"sps_curve": STEEP["dspark_sps_curve"]}

@@ -273,7 +273,7 @@ class CapacityCosts:
                 )
                 return replace(costs, overhead_ms=costs.overhead_ms + overhead_ms)
             except ValueError as error:
-                logger.info_once(
+                logger.warning_once(
                     "dspark_sps_curve (%s): using its points of whole steps, not its "
                     "full cost tables, because %s",
                     curve.origin,

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Set up what the tests need, then run them: bash tools/run_tests.sh [pytest args]
 #
+# Without arguments all of them, two files at a time: an engine under the rehearsal is
+# one busy thread, and files share nothing.
 # With --gpu-release first, they run on the Python of the release that GPUs get, with
 # the CPU build's extensions (see tools/make_gpu_release_site.py); without further
 # arguments, those that differ most between the releases.
@@ -14,5 +16,7 @@ if [ "${1-}" = --gpu-release ]; then
     if [ $# = 0 ]; then
         set -- tests/v1/worker/gpu/test_dspark_{depth,correctness_stock}.py
     fi
+elif [ $# = 0 ]; then
+    set -- -n 2 --dist loadfile
 fi
 exec "$PYTHON" -m pytest "$@"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.engine import ENGINE_DEFAULTS, EngineResult, EngineSpec
+from tests.helpers.fast_interpreter import fast_interpreter
 
 
 def _load(name: str) -> Any:
@@ -144,7 +145,7 @@ class _Warnings(logging.Handler):
 
 def _run_one(spec: EngineSpec) -> EngineResult:
     setup = _load(spec.process_setup) if spec.process_setup else contextlib.nullcontext
-    with setup(), _Warnings() as warnings:
+    with fast_interpreter(), setup(), _Warnings() as warnings:
         return _run_engine(spec, warnings)
 
 

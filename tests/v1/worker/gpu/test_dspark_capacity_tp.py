@@ -7,6 +7,8 @@ spec_decode/dspark/test_tp_check.py; here the whole engine runs, with its model.
 
 import json
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,9 +133,17 @@ def test_without_broadcast_and_check_the_output_is_wrong(
     assert broken.tokens != expected
 
 
+@pytest.fixture
+def short_tmp_path() -> Iterator[Path]:
+    """A folder whose name leaves room for the names of the ranks' sockets."""
+    with tempfile.TemporaryDirectory(prefix="tp") as folder:
+        yield Path(folder)
+
+
 def test_check_2_stops_a_lost_broadcast_and_dumps(
-    tiny_draft, heldout_prompts, tmp_path
+    tiny_draft, heldout_prompts, short_tmp_path
 ):
+    tmp_path = short_tmp_path
     with pytest.raises(EngineRunError) as error:
         run_two_ranks(
             half_budget(tiny_draft),

@@ -108,7 +108,6 @@ def _spec(target: str, name: str, arm: dict) -> EngineSpec:
     return EngineSpec(
         model=target,
         worker_probe=None if name == "plain" else DEPTH + "depth_log",
-        process_setup="tests.helpers.fast_interpreter:fast_interpreter",
         **arm,
     )
 

@@ -30,7 +30,6 @@ DEPTHS = [0, 1, 3, 7]
 TEMPERATURE = 0.8
 NUM_SAMPLES = 160
 NUM_TOKENS = 5
-FAST = "tests.helpers.fast_interpreter:fast_interpreter"
 # Contexts with fewer draws say little and cost a target run each.
 LEAST_DRAWS = 25
 LEAST_EXPECTED = 5.0
@@ -112,7 +111,6 @@ def sampled(tiny_target, tiny_draft, prompt) -> dict[str, EngineResult]:
             speculative_config=config,
             worker_setup=DEPTH + setup,
             worker_probe=DEPTH + "depth_log",
-            process_setup=FAST,
         )
         for setup in setups.values()
     ]
@@ -132,7 +130,6 @@ def laws(tiny_target, prompt, sampled) -> dict[Context, dict[int, float]]:
                 prompts=[[*prompt, *context] for context in contexts],
                 sampling={"max_tokens": 1, "logprobs": vocab_size},
                 engine={"max_logprobs": vocab_size},
-                process_setup=FAST,
             )
         ],
         timeout_s=TIMEOUT_S,

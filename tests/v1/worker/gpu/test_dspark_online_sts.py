@@ -29,7 +29,6 @@ def runs(tiny_target, tiny_draft, heldout_prompts) -> list[EngineResult]:
         "model": tiny_target,
         "prompts": heldout_prompts,
         "sampling": SAMPLING,
-        "process_setup": "tests.helpers.fast_interpreter:fast_interpreter",
     }
     config = dspark(
         tiny_draft,

@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 
-def positive_int(text: str) -> int:
-    """Read an integer >= 1."""
-    return _integer(text, 1)
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a reader of integers from ``least`` on."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
+        return value
+
+    return integer
 
 
-def natural(text: str) -> int:
-    """Read an integer >= 0."""
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
-    return value
+positive_int, natural = at_least(1), at_least(0)
 
 
 def number(

@@ -30,14 +30,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.arguments import (  # noqa: E402
+    at_least,
+    natural,
+    number,
+    output_file,
+    positive_int,
+)
 from benchmarks.common import ROOT, Record, append_records, new_records  # noqa: E402
+from benchmarks.sweep.stepped import SteppedEngine  # noqa: E402
+from benchmarks.sweep.traffic import Request  # noqa: E402
 
 BUNDLED = ROOT / "tests" / "fixtures" / "tiny-dspark"
 SCENARIOS = ("drift", "lost-broadcast", "orders")
 # Loads between which the churn moves, requests.
 CHURN_LOADS = (1, 2, 8, 24, 64)
 ABORT_PROBABILITY = 0.02
+PROMPT_LEN = 8
 BENCH = "check_tensor_parallel"
 WORKER_EXTENSION = "benchmarks.sweep.rank_faults.RankFaultExtension"
 
@@ -48,19 +57,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tensor-parallel-size", type=_at_least(2), default=2)
-    add("--num-steps", type=_at_least(1), default=5000)
+    add("--tensor-parallel-size", type=at_least(2), default=2)
+    add("--num-steps", type=positive_int, default=5000)
     add("--scenarios", default=",".join(SCENARIOS))
     add("--target", default=str(BUNDLED / "target"))
     add("--draft", default=str(BUNDLED / "draft"))
-    add("--num-speculative-tokens", type=_at_least(1), default=7)
+    add("--num-speculative-tokens", type=positive_int, default=7)
     add("--dtype", default="float16")
-    add("--max-num-seqs", type=_at_least(max(CHURN_LOADS)), default=64)
-    add("--max-output-len", type=_at_least(8), default=256)
-    add("--kv-cache-gib", type=float, default=2.0)
-    add("--gpu-memory-utilization", type=float, default=0.1)
-    add("--phase-limit-s", type=float, default=120.0, help="longer is a hang")
-    add("--seed", type=int, default=0)
+    add("--max-num-seqs", type=at_least(max(CHURN_LOADS)), default=64)
+    add("--max-output-len", type=at_least(8), default=256)
+    add("--kv-cache-gib", type=number(0, open_low=True), default=2.0)
+    add("--gpu-memory-utilization", type=number(0, 1, open_low=True), default=0.1)
+    add("--phase-limit-s", type=number(1), default=120.0, help="longer is a hang")
+    add("--seed", type=natural, default=0)
     add("--out", type=output_file, default="out/tensor_parallel.jsonl")
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")
@@ -70,57 +79,44 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _at_least(least: int) -> Any:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
-        return value
-
-    return parse
-
-
 class Driver:
     """Feeds an engine request by request and counts its steps.
 
     Args:
-        llm: The engine.
+        engine: The engine.
         seed: Of lengths, prompts and aborts.
         max_output_len: Longest output, tokens.
     """
 
-    def __init__(self, llm: Any, seed: int, max_output_len: int):
-        self.engine = llm.llm_engine
+    def __init__(self, engine: SteppedEngine, seed: int, max_output_len: int):
+        self.engine = engine
         self.random = random.Random(seed)
         self.max_output_len = max_output_len
-        self.num_steps = self.num_aborted = self.num_tokens = self._next_id = 0
-        self.running: dict[str, int] = {}
+        self.num_steps = self.num_aborted = self.num_tokens = self._next_number = 0
+        self.running: set[int] = set()
 
     def add(self, output_len: int | None = None) -> None:
         """Start one request; without a length, of a random one."""
-        from vllm import SamplingParams
-
-        prompt = [self.random.randrange(3, 700) for _ in range(8)]
         length = output_len or self.random.randint(4, self.max_output_len)
-        self.engine.add_request(
-            str(self._next_id),
-            {"prompt_token_ids": prompt},
-            SamplingParams(
-                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False
-            ),
-        )
-        self.running[str(self._next_id)] = 0
-        self._next_id += 1
+        seed = self.random.randrange(1 << 31)
+        self.engine.submit(Request(self._next_number, PROMPT_LEN, length, seed))
+        self.running.add(self._next_number)
+        self._next_number += 1
+
+    def abort_one(self) -> None:
+        """Drop a running request."""
+        victim = self.random.choice(sorted(self.running))
+        self.engine.abort(victim)
+        self.running.remove(victim)
+        self.num_aborted += 1
 
     def step(self) -> None:
         """Run one engine step."""
         self.num_steps += 1
-        for output in self.engine.step():
-            seen = len(output.outputs[0].token_ids)
-            self.num_tokens += seen - self.running.get(output.request_id, seen)
-            self.running[output.request_id] = seen
-            if output.finished:
-                self.running.pop(output.request_id, None)
+        for number_, new_tokens, finished in self.engine.step():
+            self.num_tokens += new_tokens
+            if finished:
+                self.running.discard(number_)
 
     def hold(self, load: int, steps: int) -> float:
         """Keep ``load`` requests running for some steps; return tokens/s."""
@@ -144,10 +140,7 @@ class Driver:
                 while len(self.running) < load:
                     self.add()
                 if self.running and self.random.random() < ABORT_PROBABILITY:
-                    victim = self.random.choice(sorted(self.running))
-                    self.engine.abort_request([victim])
-                    del self.running[victim]
-                    self.num_aborted += 1
+                    self.abort_one()
                 self.step()
                 if len(self.running) > load and self.random.random() < 0.2:
                     self.drain()
@@ -161,11 +154,12 @@ def run_scenario(args: argparse.Namespace, name: str, pipe: Connection) -> None:
     os.environ["VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE"] = "2"
     try:
         llm = _build(args)
-        driver = Driver(llm, args.seed, args.max_output_len)
         pipe.send(("start", {}))
         phases = _orders if name == "orders" else _churn
-        for phase, figures in phases(args, name, llm, driver):
-            pipe.send((phase, figures))
+        with SteppedEngine(llm) as engine:
+            driver = Driver(engine, args.seed, args.max_output_len)
+            for phase, figures in phases(args, name, llm, driver):
+                pipe.send((phase, figures))
         pipe.send(("end", None))
         llm.llm_engine.engine_core.shutdown()
     except Exception:

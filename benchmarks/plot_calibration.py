@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import calibration as cal  # noqa: E402
-from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.arguments import output_file, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (  # noqa: E402
@@ -187,7 +187,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("record", type=Path)
-    parser.add_argument("--drafts", type=int, default=3000, help="graded drafts seen")
+    parser.add_argument(
+        "--drafts", type=positive_int, default=3000, help="graded drafts seen"
+    )
     parser.add_argument("--costs", type=Path, help="records of a sweep, for the regret")
     parser.add_argument(
         "--out", type=output_file, help="append records here (JSON lines)"

@@ -23,35 +23,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arguments import output_file
+from arguments import list_of, natural, number, output_file, positive_int
 from common import environment, repro_command
 
-from vllm.v1.worker.gpu.spec_decode.dspark.knee import best_budget, knee_from_costs
+from vllm.v1.worker.gpu.spec_decode.dspark.knee import (
+    KNEE_MARGIN,
+    best_budget,
+    knee_from_costs,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDENCE
 
-# Conditional acceptance that the engine assumes before it has seen any; the table and
-# the plot show what it would do then.
-PRIOR_CONFIDENCE = 0.8
-KNEE_MARGIN = 0.01
 CONTEXT_TOKENS = 128
 
 
 # ---- arguments -----------------------------------------------------------------
 
 
-def _number(kind: type, low: float, text: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not low <= value < float("inf"):
-        what = "an integer" if kind is int else "a finite number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} >= {low}")
-    return value
-
-
 def _sizes(text: str) -> list[int]:
-    return sorted({_number(int, 1, part.strip()) for part in text.split(",")})
+    return sorted(set(list_of(positive_int)(text)))
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,19 +58,19 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument(
         "--iters",
-        type=lambda t: _number(int, 1, t),
+        type=positive_int,
         default=5,
         help="timings of each batch, of which the median counts (default 5)",
     )
     parser.add_argument(
         "--warmup",
-        type=lambda t: _number(int, 0, t),
+        type=natural,
         default=1,
         help="runs of each batch before it is timed (default 1)",
     )
     parser.add_argument(
         "--overhead-ms",
-        type=lambda t: _number(float, 0, t),
+        type=number(0),
         default=0.0,
         help="fixed cost that the file adds to every step (default 0)",
     )

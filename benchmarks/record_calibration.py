@@ -31,7 +31,7 @@ from tiny_dspark.grammar import make_heldout  # noqa: E402
 from tiny_dspark.model import Draft, Shape, Target, rotary_table  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.arguments import output_file, positive_int  # noqa: E402
 
 CHECKPOINT = ROOT / "tests" / "fixtures" / "tiny-dspark"
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--per-kind", type=int, default=20, help="questions of a kind")
+    parser.add_argument(
+        "--per-kind", type=positive_int, default=20, help="questions of a kind"
+    )
     parser.add_argument("--seed", default="calibration")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(

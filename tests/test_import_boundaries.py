@@ -25,6 +25,7 @@ PURE = {
     f"{DSPARK}/depth.py": set(),
     f"{DSPARK}/step_costs.py": {"numpy"},
     f"{DSPARK}/cost_correction.py": {"numpy"},
+    f"{DSPARK}/survival_history.py": {"numpy"},
     f"{DSPARK}/knee.py": {"numpy"},
     f"{DSPARK}/sps_curve.py": {"numpy"},
     f"{DSPARK}/planner.py": {"numpy"},

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.arguments import output_file, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records, print_table  # noqa: E402
 from tests.helpers.sts_cases import draw_rows, ring_of  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (  # noqa: E402
@@ -103,9 +103,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--reqs", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--steps", type=int, default=7, help="draft positions K")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--reqs", type=positive_int, nargs="+", default=[8, 64, 256])
+    parser.add_argument(
+        "--steps", type=positive_int, default=7, help="draft positions K"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=30)
     parser.add_argument("--out", type=output_file)
     args = parser.parse_args(argv)
     if min(args.reqs) < 1 or args.rounds < 1 or not 1 <= args.steps <= 16:

@@ -18,11 +18,10 @@ from benchmarks.simulator.policies import Batch, Drafting
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.v1.core.sched.dspark_capacity_scheduler import depth_lookup
-from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import KNEE_MARGIN
-from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import PRIOR_CONFIDENCE
-from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs
+from vllm.v1.worker.gpu.spec_decode.dspark.knee import KNEE_MARGIN, knee_from_costs
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan, StepPlanner
+from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDENCE
 
 # Step t is scheduled while step t - 1 runs, with the output of step t - 2 known.
 REPORT_STEPS = 2

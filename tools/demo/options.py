@@ -3,10 +3,9 @@
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.arguments import output_file
+from benchmarks.arguments import at_least, output_file
 from tools.demo.arms import EXAMPLE_CURVE, ROOT, Settings
 
 _DEFAULT_CONCURRENCY = {"cpu": (1, 2, 4, 8), "gpu": (1, 2, 4, 8, 16, 32, 64)}
@@ -32,23 +31,6 @@ def concurrency_list(text: str) -> tuple[int, ...]:
             f"{text!r}: give increasing positive integers, such as 1,2,4,8"
         )
     return levels
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer of at least `minimum`."""
-
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: give an integer of at least {minimum}"
-            )
-        return value
-
-    return integer
 
 
 def cost_curve(text: str) -> str:

@@ -95,7 +95,7 @@ class _CapacityScheduling:
     # What ``_lookup`` was built from, and the smallest load that it takes off K.
     _wish: tuple[int | None, int] = (None, 0)
     _lookup: list[int] | None = None
-    _first_shallow_load: int = 0
+    _first_shallow_load: int = sys.maxsize
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
         """Schedule one step; its drafts are as deep as capacity wants at its load."""
@@ -103,7 +103,7 @@ class _CapacityScheduling:
         # state, also pads new decodes to the width of fixed K, so it stays None
         # where nothing that this step can schedule leaves K.
         load = len(self.running) + len(self.waiting)
-        shallow = self._lookup is not None and load >= self._first_shallow_load
+        shallow = load >= self._first_shallow_load
         self.dynamic_sd_lookup = self._lookup if shallow else None
         return super().schedule(*args, **kwargs)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.capacity_cases import DEVICE
 from vllm.v1.worker.gpu.spec_decode.dspark import confidence_mirror as module
-from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import (
+from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
     PRIOR_CONFIDENCE,
     PRIOR_DECAY,
     PRIOR_WEIGHT,
-    ConfidenceMirror,
 )
 
 S, K = 4, 3  # request slots, logical depth

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from vllm.config.dspark_capacity import DSparkCapacityConfig, SpsCurveInput
 from vllm.distributed.parallel_state import get_tp_group, is_global_first_rank
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import PRIOR_CONFIDENCE
 from vllm.v1.worker.gpu.spec_decode.dspark.context_costs import split_context
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import COSTS_SECTION, CostCache
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
@@ -34,7 +33,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import (
     flat_samples,
     profile_shapes,
 )
-from vllm.v1.worker.gpu.spec_decode.dspark.knee import knee_from_costs, knee_from_curve
+from vllm.v1.worker.gpu.spec_decode.dspark.knee import (
+    KNEE_MARGIN,
+    knee_from_costs,
+    knee_from_curve,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.sps_curve import (
     CostSample,
     GraphSizes,
@@ -42,15 +45,13 @@ from vllm.v1.worker.gpu.spec_decode.dspark.sps_curve import (
     costs_from_sps_curve,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDENCE
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import StepTimingSample
     from vllm.v1.worker.gpu.states import RequestState
 
 logger = init_logger(__name__)
-
-# Relative throughput that capacity must promise before a batch size activates it.
-KNEE_MARGIN = 0.01
 
 
 class CapacityCosts:

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft confidences: current on the device, one round old on the host.
 
+What the host may see, and when, is :mod:`.survival_history`; here are the device's
+view, and the copies from one to the other.
+
 Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
-  * The host never sees confidences of drafts that are still to be judged: a row of
-    a round is readable only once the same request has been published again, on
-    every rank alike. A request that a step left out keeps its drafts, so its row
-    stays held although the round is over.
+  * The host never sees confidences of drafts that are still to be judged.
   * A row that no real draft wrote is zero on both sides, so a padded or
     never-drafted request is never admitted ahead of a real draft.
-  * Rows whose drafts were made while publishing was off are not fresh; nothing
-    may rank them.
   * A copy that lands after its slot was given to another request is dropped.
-  * Positions beyond the depth that was drafted carry the learned prior, never the
-    leftovers of an older, deeper round.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,17 +22,13 @@ from vllm.logger import init_logger
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu.async_utils import stream
+from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
+    Round,
+    SurvivalHistory,
+)
 
 logger = init_logger(__name__)
 
-# Conditional acceptance assumed for a request until its first round has landed;
-# near the mean of published DSpark checkpoints (arXiv 2607.05147).
-PRIOR_CONFIDENCE = 0.8
-# Weight of the past in the learned prior, per landed round: a memory of about a
-# hundred rounds, some seconds of serving.
-PRIOR_DECAY = 0.99
-# Rounds' worth of requests that the assumed confidence stands for at the start.
-PRIOR_WEIGHT = 8.0
 # Rounds in flight: one per step that may be queued, and one being written.
 _RING_SIZE = 3
 
@@ -47,43 +39,10 @@ class _Copy:
 
     buffer: CpuGpuBuffer
     event: torch.cuda.Event
-    slots: np.ndarray
-    generations: np.ndarray
-    draft_depth: int
-    serial: int
+    round: Round
 
 
-@dataclass(slots=True)
-class _Landed:
-    """Rows of a landed round that the planner may not see yet.
-
-    Attributes:
-        slots: Request slots. Shape [R], intp.
-        generations: Their generations at the time. Shape [R], int64.
-        probs: Confidences without NaN. Shape [R, K], float32.
-        draft_depth: Positions that were drafted.
-        serial: Number of the round.
-        num_reqs: Requests of the whole round.
-    """
-
-    slots: np.ndarray
-    generations: np.ndarray
-    probs: np.ndarray
-    draft_depth: int
-    serial: int
-    num_reqs: int
-
-    def select(self, rows: np.ndarray) -> "_Landed":
-        """Return some of the rows. ``rows``: shape [R], bool."""
-        return replace(
-            self,
-            slots=self.slots[rows],
-            generations=self.generations[rows],
-            probs=self.probs[rows],
-        )
-
-
-class ConfidenceMirror:
+class ConfidenceMirror(SurvivalHistory):
     """Keeps the two views in step. Per step: land, read, publish;
     restart after steps that did not publish.
 
@@ -94,24 +53,16 @@ class ConfidenceMirror:
 
     Attributes:
         probs: Current confidences by slot. Shape [max_num_reqs, K], float32, device.
-        prior: Survivals assumed where none has landed, from the decayed mean of
-            what has. Shape [K], float32.
         num_nan_rows: Rows with a NaN confidence so far.
     """
 
     def __init__(
         self, max_num_reqs: int, num_speculative_steps: int, device: torch.device
     ):
+        super().__init__(max_num_reqs, num_speculative_steps)
         shape = (max_num_reqs, num_speculative_steps)
         self.device = device
         self.probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._survival = np.zeros(shape, dtype=np.float32)
-        self._prior_weight = np.full(num_speculative_steps, PRIOR_WEIGHT)
-        self._prior_sum = self._prior_weight * PRIOR_CONFIDENCE
-        self._update_prior()
-        self._fresh = np.zeros(max_num_reqs, dtype=bool)
-        self._generation = np.zeros(max_num_reqs, dtype=np.int64)
-        self._drafted = np.zeros(max_num_reqs, dtype=bool)
         self._copy_stream = torch.cuda.Stream(device)
         self._free = deque(
             (
@@ -121,12 +72,9 @@ class ConfidenceMirror:
             for _ in range(_RING_SIZE)
         )
         self._in_flight: deque[_Copy] = deque()
-        self._held: list[_Landed] = []
-        self._serial = 0
         # Receives (serial, ms) between the ends of two publications; None: untimed.
         self.on_step_time: Callable[[int, float], None] | None = None
         self._landed: _Copy | None = None
-        self._last_serial = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_nan_rows = 0
 
     def reset_slot(self, slot: int, *, publishing: bool) -> None:
@@ -137,36 +85,9 @@ class ConfidenceMirror:
             publishing: True while rounds are being published; the device row is
                 then zeroed at once. Otherwise the slot just stays not fresh.
         """
-        self._generation[slot] += 1
-        self._drafted[slot] = False
-        self._survival[slot] = 0.0
-        self._fresh[slot] = publishing
+        super().reset_slot(slot, publishing=publishing)
         if publishing:
             self.probs[slot].zero_()
-
-    @property
-    def serial(self) -> int:
-        """Number of the latest publication, counted alike on every rank."""
-        return self._serial
-
-    def all_fresh(self, slots: np.ndarray) -> bool:
-        """Return whether every slot's device row belongs to its drafts in hand.
-
-        Args:
-            slots: Request slots. Shape [R], intp.
-        """
-        return bool(self._fresh[slots].all())
-
-    def survival_probs(self, slots: np.ndarray) -> np.ndarray:
-        """Return prefix survivals that are one round old, or the prior.
-
-        Args:
-            slots: Request slots. Shape [R], intp.
-
-        Returns:
-            Shape [R, K], float32; NaN confidences count as 1.
-        """
-        return self._survival[slots]
 
     def land(self) -> None:
         """Take in every round but the latest, waiting for its copy.
@@ -179,9 +100,9 @@ class ConfidenceMirror:
             with gpu_sync_allowed():
                 copy.event.synchronize()
             self._time(copy)
-            self._held.append(self._read(copy))
+            self.take_in(copy.round, self._read(copy))
             self._free.append((copy.buffer, copy.event))
-        self._held = [rest for held in self._held if (rest := self._release(held))]
+        self.release()
 
     def _time(self, copy: _Copy) -> None:
         """Report the time from the last publication's end to this one's."""
@@ -189,53 +110,16 @@ class ConfidenceMirror:
         # take it: events are reused in order.
         last, self._landed = self._landed, copy
         if self.on_step_time is not None and last is not None:
-            self.on_step_time(copy.serial, last.event.elapsed_time(copy.event))
+            ms = last.event.elapsed_time(copy.event)
+            self.on_step_time(copy.round.serial, ms)
 
-    def _read(self, copy: _Copy) -> _Landed:
-        depth = copy.draft_depth
-        probs = copy.buffer.np[copy.slots]
-        nan = np.isnan(probs[:, :depth])
+    def _read(self, copy: _Copy) -> np.ndarray:
+        probs = copy.buffer.np[copy.round.slots]
+        nan = np.isnan(probs[:, : copy.round.draft_depth])
         if nan.any():
             self._warn_nan(int(nan.any(axis=1).sum()))
-            probs[:, :depth][nan] = 1.0
-        np.clip(probs, 0.0, 1.0, out=probs)
-        return _Landed(
-            copy.slots, copy.generations, probs, depth, copy.serial, len(probs)
-        )
-
-    def _release(self, held: _Landed) -> _Landed | None:
-        """Take in the rows whose drafts are done with; return those to hold on to."""
-        current = self._generation[held.slots] == held.generations
-        pending = current & (self._last_serial[held.slots] == held.serial)
-        is_held = bool(pending.any())
-        done = held.select(~pending) if is_held else held
-        done.probs[:, done.draft_depth :] = self._prior_confidence[done.draft_depth :]
-        survival = np.cumprod(done.probs, axis=1, dtype=np.float32)
-        self._learn_prior(done, survival)
-        current = current[~pending]
-        self._survival[done.slots[current]] = survival[current]
-        return held.select(pending) if is_held else None
-
-    def _learn_prior(self, landed: _Landed, survival: np.ndarray) -> None:
-        """Move the prior towards a round's mean confidence per position.
-
-        A request counts at a position as much as it is expected to get there, and
-        part of a round counts as that part.
-        """
-        depth, num_reqs = landed.draft_depth, max(landed.num_reqs, 1)
-        reach = np.concatenate(
-            (np.ones_like(survival[:, :1]), survival[:, : depth - 1]), axis=1
-        )[:, :depth]
-        decay = PRIOR_DECAY ** (len(survival) / num_reqs)
-        weight, total = self._prior_weight[:depth], self._prior_sum[:depth]
-        weight[:] = decay * weight + reach.sum(axis=0) / num_reqs
-        total[:] = decay * total + (reach * landed.probs[:, :depth]).sum(0) / num_reqs
-        self._update_prior()
-
-    def _update_prior(self) -> None:
-        confidence = self._prior_sum / np.maximum(self._prior_weight, 1e-6)
-        self._prior_confidence = confidence.astype(np.float32)
-        self.prior = np.cumprod(self._prior_confidence, dtype=np.float32)
+            probs[:, : copy.round.draft_depth][nan] = 1.0
+        return np.clip(probs, 0.0, 1.0, out=probs)
 
     def _warn_nan(self, num_rows: int) -> None:
         self.num_nan_rows += num_rows
@@ -276,30 +160,15 @@ class ConfidenceMirror:
         with stream(self._copy_stream, main_stream):
             buffer.cpu.copy_(self.probs, non_blocking=True)
             event.record()
-        self._serial += 1
-        self._last_serial[slots] = self._serial
-        generations = self._generation[slots].copy()
-        self._in_flight.append(
-            _Copy(buffer, event, slots, generations, draft_depth, self._serial)
-        )
-        self._fresh[slots] = True
-        first = slots[~self._drafted[slots]]
-        self._survival[first] = self.prior
-        self._drafted[first] = True
+        published = self.begin_round(slots, draft_depth)
+        self._in_flight.append(_Copy(buffer, event, published))
 
     def restart(self) -> None:
-        """Begin publishing after steps that did not publish.
-
-        The drafts in hand were made unobserved, so no slot is fresh, and what
-        landed before is too old to plan with: the prior stands in.
-        """
+        """Begin publishing after steps that did not publish; see the base class."""
         # Unread copies need no wait: the copy stream is in order, so a reused
         # buffer is written after them, and nothing reads them any more.
         while self._in_flight:
             copy = self._in_flight.popleft()
             self._free.append((copy.buffer, copy.event))
         self._landed = None
-        self._held.clear()
-        self._fresh[:] = False
-        self._survival[:] = self.prior
-        self._drafted[:] = True
+        super().restart()

@@ -23,6 +23,8 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
     check_sps_points,
 )
 
+# Relative throughput that capacity must promise before a batch size activates it.
+KNEE_MARGIN = 0.01
 # Batch sizes above a knee that must gain as well, besides a quarter of it.
 _MORE_SIZES = 2
 

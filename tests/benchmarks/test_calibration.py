@@ -97,7 +97,7 @@ def test_plot_and_records_come_from_the_record_alone(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["--drafts", "0"], "--drafts=0"),
+        (["--drafts", "0"], "argument --drafts: '0' must be an integer >= 1"),
         (["--costs", "missing.jsonl"], "missing.jsonl"),
         (["--costs", __file__], "is no record of costs"),
     ],

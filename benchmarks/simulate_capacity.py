@@ -108,6 +108,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--confidence-scale", type=number(0, open_low=True), default=1.0)
     add("--confidence-shift", type=number(-40, 40), default=0.0)
     add("--confidence-temperature", type=number(0.01, 100), default=1.0)
+    add("--online-sts", action="store_true", help="the capacity arm calibrates itself")
     add("--knee", type=natural, default=0, help="requests; 0: the automatic knee")
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
@@ -165,6 +166,7 @@ def _policy(args: argparse.Namespace, arm: str) -> Policy:
         args.true if arm.startswith("oracle") else args.planned,
         knee=args.knee,
         temperature=args.confidence_temperature,
+        online_sts=args.online_sts,
         max_total_logits=args.max_logits,
     )
 
@@ -204,6 +206,9 @@ def to_records(
             "concurrency": concurrency,
             "spread_request": args.spread_request,
             "spread_position": args.spread_position,
+            "confidence_scale": args.confidence_scale,
+            "confidence_shift": args.confidence_shift,
+            "online_sts": args.online_sts,
         }
         rates = [r.tok_s for r in found]
         records.append(

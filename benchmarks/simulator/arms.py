@@ -3,7 +3,8 @@
 
 import re
 
-from benchmarks.simulator.ours import CapacityPolicy, FixedTemperature, RecordedCosts
+from benchmarks.simulator.calibrators import FixedTemperature, HostOnlineSTS
+from benchmarks.simulator.ours import CapacityPolicy, RecordedCosts
 from benchmarks.simulator.policies import (
     FixedPolicy,
     OraclePolicy,
@@ -30,6 +31,7 @@ def make_policy(
     *,
     knee: int = 0,
     temperature: float = 1.0,
+    online_sts: bool = False,
     max_total_logits: int = DEFAULT_MAX_LOGITS,
 ) -> Policy:
     """Build the policy of an arm.
@@ -39,6 +41,7 @@ def make_policy(
         costs: Cost tables that the arm plans with.
         knee: Requests from which ``capacity`` acts; 0 for the automatic knee.
         temperature: Of ``capacity``'s confidences.
+        online_sts: ``capacity`` learns to correct them, from this temperature on.
         max_total_logits: Most logits rows of a trimmed batch.
 
     Raises:
@@ -66,6 +69,10 @@ def make_policy(
         return OraclePolicy(costs, depths, max_total_logits)
     if kind == "capacity":
         recorded = RecordedCosts.at_knee(costs, depth, knee)
-        calibrator = FixedTemperature(temperature)
+        calibrator = (
+            HostOnlineSTS(temperature, depth)
+            if online_sts
+            else FixedTemperature(temperature)
+        )
         return CapacityPolicy(recorded, depth, depths, max_total_logits, calibrator)
     return FixedPolicy(depth)

@@ -9,10 +9,10 @@ asynchronous scheduling.
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Protocol
 
 import numpy as np
 
+from benchmarks.simulator.calibrators import Calibrator, FixedTemperature
 from benchmarks.simulator.mirror import HostMirror
 from benchmarks.simulator.policies import Batch, Drafting
 from vllm.config.dspark_capacity import DSparkCapacityConfig
@@ -25,41 +25,6 @@ from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDE
 
 # Step t is scheduled while step t - 1 runs, with the output of step t - 2 known.
 REPORT_STEPS = 2
-
-
-class Calibrator(Protocol):
-    """Turns reported confidence logits into probabilities, and may learn to."""
-
-    def apply(self, logits: np.ndarray) -> np.ndarray:
-        """Return probabilities. Shape [R, K], float64."""
-
-    def observe(
-        self, logits: np.ndarray, graded: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Take in a judged round.
-
-        Args:
-            logits: As reported. Shape [R, K].
-            graded: Leading drafts that were judged, up to the first rejection
-                included. Shape [R], int64.
-            accepted: Leading drafts that were accepted. Shape [R], int64.
-        """
-
-
-@dataclass(frozen=True)
-class FixedTemperature:
-    """``dspark_confidence_temperature``: one temperature, which learns nothing."""
-
-    temperature: float = 1.0
-
-    def apply(self, logits: np.ndarray) -> np.ndarray:
-        """Return sigmoid(logits / T)."""
-        return 0.5 * (1.0 + np.tanh(0.5 * logits / self.temperature))
-
-    def observe(
-        self, logits: np.ndarray, graded: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """A fixed temperature does not learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +161,7 @@ class CapacityPolicy:
         self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray
     ) -> None:
         """Give the calibrator the rounds whose confidences were published."""
-        rows = (batch.drafts > 0) & self._observable[batch.slots]
-        if rows.any():
-            graded = np.minimum(accepted + 1, capacities)[rows]
-            self.calibrator.observe(
-                self._logits[batch.slots[rows]], graded, accepted[rows]
-            )
+        if self._plan.active:
+            known = (batch.drafts > 0) & self._observable[batch.slots]
+            verified = np.where(known, capacities, 0)
+            self.calibrator.observe(self._logits[batch.slots], accepted, verified)

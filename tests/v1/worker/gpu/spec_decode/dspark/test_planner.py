@@ -362,3 +362,45 @@ def test_batch_with_prefill_is_priced_by_the_tables_alone():
     inputs = make_inputs(np.full((3, K), 0.5), num_non_draft_tokens=3 + 20)
     corrected = plan_budget(inputs, costs, correction=correction)
     assert corrected == plan_budget(inputs, costs)
+
+
+@NO_DEADLINE
+@given(SEEDS, st.floats(0.01, 5.0))
+def test_beside_prefill_drafts_pay_by_the_decode_rate(seed, decode_rate):
+    rng = np.random.default_rng(seed)
+    costs, inputs = random_costs(rng), random_inputs(rng)
+    num_reqs = len(inputs.scheduled_drafts)
+    inputs = dataclasses.replace(
+        inputs,
+        num_non_draft_tokens=num_reqs + int(rng.integers(1, 20)),
+        decode_rate=decode_rate,
+    )
+    rates = oracle_rates(inputs, costs, inputs.current_depth)
+    slots = np.sort(
+        np.concatenate(
+            [
+                row[:drafts]
+                for row, drafts in zip(
+                    inputs.survival_probs, inputs.scheduled_drafts, strict=True
+                )
+            ]
+        )
+    )[::-1]
+    tokens = inputs.num_sampling_reqs + np.concatenate(([0.0], np.cumsum(slots)))
+    gains = tokens - decode_rate * tokens / rates
+    plan = plan_budget(inputs, costs)
+    allowed = gains[: max(inputs.max_draft_budget, 0) + 1]
+    assert gains[plan.draft_budget] == pytest.approx(max(allowed), abs=1e-9)
+
+
+def test_prefill_beside_them_makes_drafts_no_cheaper():
+    """Linear costs: each draft has one price, whatever else the step works on."""
+    costs = linear_costs(0.3, base_ms=1.0)
+    survival = np.cumprod(np.full((4, K), 0.6), axis=1)
+    decode_only = plan_budget(make_inputs(survival), costs, margin=0.0)
+    assert 0 < decode_only.draft_budget < 4 * K, "premise"
+    rate = decode_only.expected_tokens / decode_only.step_ms
+    mixed = make_inputs(survival, num_non_draft_tokens=4 + 20)
+    assert plan_budget(mixed, costs).draft_budget > decode_only.draft_budget, "control"
+    known = dataclasses.replace(mixed, decode_rate=rate)
+    assert plan_budget(known, costs).draft_budget == decode_only.draft_budget

@@ -22,9 +22,11 @@ from tests.helpers.capacity_cases import (
 from vllm.v1.worker.gpu.spec_decode.dspark import step_planner as module
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
     DEPTH_PLAN_INTERVAL,
     FIXED,
+    VERIFY_ALL,
     StepPlan,
     StepPlanner,
 )
@@ -280,3 +282,45 @@ def test_plan_knows_the_mean_context_of_the_batch(monkeypatch):
     planner._num_computed_tokens[:] = [100, 999, 300, *[999] * (MAX_NUM_REQS - 3)]
     steady(planner, make_batch([K, K], slots=[0, 2]))
     assert seen[-1].context_tokens == 200.0
+
+
+def test_a_mixed_step_knows_the_decode_rate_in_ms_of_the_tables(monkeypatch):
+    seen, wishes = [], []
+    budget, depth = module.plan_budget, module.plan_depth
+    monkeypatch.setattr(
+        module, "plan_budget", lambda i, *a, **k: seen.append(i) or budget(i, *a, **k)
+    )
+    monkeypatch.setattr(
+        module,
+        "plan_depth",
+        lambda *a, **k: wishes.append(depth(*a, **k)) or wishes[-1],
+    )
+    planner = make_planner(STEEP)
+    planner.corrector = SimpleNamespace(
+        correction=None, learn=lambda: None, note=None, times=None
+    )
+    batch = make_batch([K, K, 0], non_drafts=[1, 1, 5], prefilling=[0, 0, 9])
+    steady(planner, batch)
+    assert seen[-1].decode_rate == wishes[-1].tokens_per_ms > 0.0
+    # Everything takes twice as long: half the rate, the same in the tables' ms.
+    planner.corrector.correction = CostCorrection(
+        planner.depths, MAX_NUM_REQS, MAX_NUM_REQS * (K + 1)
+    )
+    planner.corrector.correction._common = np.log(2.0)
+    for _ in range(DEPTH_PLAN_INTERVAL):
+        draft(planner, batch)
+        planner.plan(batch)
+    draft(planner, batch)
+    planner.plan(batch)
+    assert seen[-1].decode_rate == pytest.approx(2.0 * wishes[-1].tokens_per_ms)
+
+
+def test_no_rate_outlives_a_pause_below_the_knee():
+    planner = make_planner(STEEP)
+    steady(planner, make_batch([K] * 4))
+    assert planner._decode_rate > 0.0, "premise"
+    planner.publishing = False
+    rates = []
+    planner._plan_budget = lambda _: rates.append(planner._decode_rate) or VERIFY_ALL
+    planner.plan(make_batch([K] * 4))
+    assert rates == [0.0]

@@ -12,6 +12,8 @@ arrives as NaN is handled the same way, row by row, and counted in the plan.
 
 Invariants (pinned by tests/.../dspark/test_planner.py):
   * No other budget or enabled depth has a higher predicted rate, margins aside.
+  * With a known ``decode_rate``, drafts beside prefill are admitted while they yield
+    more than that rate: work on prompts does not make them cheaper.
   * The budget never exceeds the drafts in hand or the cap.
   * Flat costs verify everything; steeper costs never verify more.
 """
@@ -48,6 +50,8 @@ class PlanInputs:
             [K], or [R, K] for estimates per request, float64.
         depths: Enabled draft depths, ascending; subset of the cost tables' depths.
         context_tokens: Mean context of the requests.
+        decode_rate: Tokens per millisecond of decode-only steps, by the tables; 0
+            while unknown.
     """
 
     survival_probs: np.ndarray
@@ -59,6 +63,7 @@ class PlanInputs:
     next_survival: np.ndarray
     depths: tuple[int, ...]
     context_tokens: float = 0.0
+    decode_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +154,11 @@ def _expected_tokens(base_tokens: int, rising: np.ndarray) -> np.ndarray:
     return np.cumsum(expected, out=expected)
 
 
-def _best_budget_up_to(largest: int, rates: np.ndarray, margin: float) -> int:
-    """Index of the best rate, the larger of equals; verify-all within the margin."""
-    budget = largest - int(np.argmax(rates[largest::-1]))
-    verify_all = len(rates) - 1
-    if largest == verify_all and rates[budget] <= rates[verify_all] * (1.0 + margin):
+def _best_budget_up_to(largest: int, scores: np.ndarray, margin: float) -> int:
+    """Index of the best score, the larger of equals; verify-all within the margin."""
+    budget = largest - int(np.argmax(scores[largest::-1]))
+    verify_all = len(scores) - 1
+    if largest == verify_all and scores[budget] <= scores[verify_all] * (1.0 + margin):
         return verify_all
     return budget
 
@@ -171,6 +176,12 @@ def plan_budget(
     Maximises (sampling requests + sum of the b largest survivals) / step time over
     all b in 0..min(drafts in hand, cap). All drafts of a decode-only batch of equal
     widths are priced as the uniform graph, everything else by target tokens.
+
+    Prompts must be worked through whatever is drafted, so their time says nothing
+    about drafts, but the rate of a step that holds some is low, and by that rate
+    poor drafts would pay. Where ``decode_rate`` is known, such a step maximises
+    tokens - decode_rate * step time instead: a draft that is left out is made up for
+    at that rate. (For a decode-only step at its best rate both are the same.)
 
     Args:
         inputs: This step's batch.
@@ -224,9 +235,13 @@ def plan_budget(
         if correction is not None:
             step_ms[-1] *= correction.uniform[width][num_reqs]
 
-    rates = expected / step_ms
+    if base != num_reqs and inputs.decode_rate > 0.0:
+        # Its layout is varlen at any budget: nothing is left that a margin protects.
+        scores, margin = expected - inputs.decode_rate * step_ms, 0.0
+    else:
+        scores = expected / step_ms
     largest = min(total, max(inputs.max_draft_budget, 0))
-    budget = _best_budget_up_to(largest, rates, margin)
+    budget = _best_budget_up_to(largest, scores, margin)
     return Plan(
         draft_budget=budget,
         draft_depth=depth,
@@ -235,7 +250,7 @@ def plan_budget(
         fixed_expected_tokens=float(expected[total]),
         fixed_step_ms=float(step_ms[total]),
         verify_all=budget == total,
-        capped=largest < total and _best_budget_up_to(total, rates, margin) > largest,
+        capped=largest < total and _best_budget_up_to(total, scores, margin) > largest,
         num_nan_rows=num_nan_rows,
     )
 

@@ -128,6 +128,7 @@ class StepPlanner:
         self._wished_depth = num_speculative_steps
         self._steps_since_wish = DEPTH_PLAN_INTERVAL
         self._reqs_at_wish = 0
+        self._decode_rate = 0.0
         self._cap_was_logged = False
 
     def plan(self, batch: "BatchReqState") -> StepPlan:
@@ -149,6 +150,7 @@ class StepPlanner:
             if self._controller is not None:
                 self._controller.reset()
             self._steps_since_wish = DEPTH_PLAN_INTERVAL
+            self._decode_rate = 0.0
         self.mirror.land()
         # An upper bound by the drafts in flight, which is nothing beside a context.
         slots = batch.idx_mapping_np
@@ -288,6 +290,7 @@ class StepPlanner:
             next_survival=next_survival,
             depths=self.depths,
             context_tokens=self._context_tokens,
+            decode_rate=self._decode_rate,
         )
 
     def _plan_depth(self, batch: "BatchReqState", num_decodes: int) -> int:
@@ -304,9 +307,12 @@ class StepPlanner:
             survival = self.mirror.survival_probs(slots)
             drafts = np.full(len(slots), self.num_speculative_steps, dtype=np.int32)
             inputs = self._inputs(survival, drafts, num_decodes, num_decodes, survival)
-            self._wished_depth = plan_depth(
-                inputs, self.costs.step_costs, correction=self._correction
-            ).draft_depth
+            correction = self._correction
+            wish = plan_depth(inputs, self.costs.step_costs, correction=correction)
+            self._wished_depth, self._decode_rate = wish.draft_depth, wish.tokens_per_ms
+            if correction is not None:
+                # Mixed steps have no correction, so it is taken back here.
+                self._decode_rate *= correction.common_ratio
         return self._controller.update(self._wished_depth, num_decodes)
 
     def _cap(self, budget: int, num_scheduled: int, num_reqs: int) -> int:

@@ -319,6 +319,14 @@ def main(argv: list[str] | None = None) -> int:
     except LinkError as e:
         print(f"link_overlay: {e}", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(
+            f"link_overlay: cannot write {e.filename}: {e.strerror}. Make {site} "
+            "writable, or link into a virtual environment of your own, and run this "
+            "again: what is in place already is kept.",
+            file=sys.stderr,
+        )
+        return 2
     if not args.quiet:
         print(message)
     return 0

@@ -89,5 +89,5 @@ def test_profile_options_are_read_and_checked():
     ],
 )
 def test_bad_profile_options_are_refused(name, text):
-    with pytest.raises(DSparkCapacityConfigError, match=f"PROFILE_{name}"):
+    with pytest.raises(DSparkCapacityConfigError, match=f"PROFILE_{name}='{text}':"):
         DSparkCapacityEnv.from_environ({f"VLLM_DSPARK_PROFILE_{name}": text})

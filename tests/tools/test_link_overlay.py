@@ -264,3 +264,22 @@ def test_gpu_release_gets_no_alias(checkout, site):
 def test_quiet_prints_nothing(checkout, site):
     assert link(checkout, site)
     assert link(checkout, site, "--quiet") == ""
+
+
+@pytest.mark.parametrize("option", [[], ["--remove"]])
+def test_unwritable_site_is_named_and_a_second_run_completes(checkout, site, option):
+    if option:
+        link(checkout, site)
+    # Refuses renames and removals to root as well, which permissions would not.
+    locked = site / "vllm/config"
+    if subprocess.run(["chattr", "+i", locked], capture_output=True).returncode:
+        pytest.skip("the file system has no immutable flag")
+    try:
+        result = run(checkout, "--site", site, *option)
+    finally:
+        subprocess.run(["chattr", "-i", locked], check=True)
+    assert result.returncode == 2
+    assert str(site) in result.stderr and "writable" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert run(checkout, "--site", site, *option).returncode == 0
+    assert bool(links(site)) != bool(option)

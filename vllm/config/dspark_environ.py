@@ -57,7 +57,11 @@ def _read_seconds(name: str, text: str) -> float:
 
 def _read_sizes(name: str, text: str) -> tuple[int, ...]:
     read = _read_int(1)
-    return tuple(sorted({read(name, part.strip()) for part in text.split(",")}))
+    try:
+        return tuple(sorted({read(name, part.strip()) for part in text.split(",")}))
+    except DSparkCapacityConfigError:
+        # The whole value: a part may be empty, and a user looks for what was set.
+        raise _bad_variable(name, text, "integers >= 1, comma-separated") from None
 
 
 def _bad_variable(name: str, text: str, allowed: str) -> DSparkCapacityConfigError:

@@ -341,7 +341,7 @@ def _records(
         yield Record(BENCH, first, arm, metric, unit, values[:1], args.seed)
         later = values[1:] or values
         yield Record(BENCH, case, arm, metric, unit, later, args.seed)
-    kept = ("num", "mean", "step", "survival")
+    kept = ("num", "mean", "step", "survival", "host")
     steps = {k: v for k, v in found[-1].items() if k.startswith(kept)}
     yield Record(f"{BENCH}.steps", {**case, **steps}, arm, "steps", "1", [0.0])
 

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from benchmarks.sweep.engine import SETUP_VARIABLE
+from benchmarks.sweep.host_times import HostTimes
 
 
 class StepProbe:
@@ -28,16 +29,19 @@ class StepProbe:
         self._steps: list[tuple[float, int, int]] = []
         self._plans: list[tuple[bool, int | None, int | None]] = []
         execute_model = runner.execute_model
+        capacity = getattr(runner, "capacity", None)
+        self._host_times = None if capacity is None else HostTimes(runner)
 
         def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             scheduled = scheduler_output.num_scheduled_tokens
             self._steps.append(
                 (time.perf_counter(), len(scheduled), sum(scheduled.values()))
             )
+            if self._host_times is not None:
+                self._host_times.begin_step()
             return execute_model(scheduler_output, *args, **kwargs)
 
         runner.execute_model = timed
-        capacity = getattr(runner, "capacity", None)
         if capacity is None:
             return
         plan = capacity.planner.plan
@@ -83,6 +87,7 @@ class StepProbe:
             "mean_next_depth": _mean(depths),
             "step_ms": _step_ms(steps),
             "survival_prior": self._survival_prior(),
+            "host_us": None if self._host_times is None else self._host_times.take(),
         }
 
     def _survival_prior(self) -> list[float] | None:

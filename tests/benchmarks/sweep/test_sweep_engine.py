@@ -70,6 +70,10 @@ def test_every_traffic_is_served_and_measured(arm):
     for kind in counted:
         assert served[kind]["figures"]["throughput"][0] > 0
         assert served[kind]["num_active"] > 0
+        host = served[kind]["host_us"]["active"]
+        assert host["num_steps"] == served[kind]["num_active"]
+        assert {"plan_step", "finish_step"} <= host["parts"].keys()
+        assert 0.0 < max(host["parts"].values()) <= host["p99"]
     assert served["open"]["figures"]["ttft p99"][0] > 0
     assert "phase 1 (C=6) steady" in served["change"]["figures"]
     assert "aborted" in served["churn"]["figures"]

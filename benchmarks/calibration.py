@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a record of confidences through the calibration, and measures what it does.
 
-Requests are split in two: the fit sees one half, figures come from the other. Rows
-reach the fit as an engine would grade them, a batch of requests in turns, and it is
-refitted every ``FIT_ROWS`` rows, each time from where it was.
+Requests are split at random: the fit sees a third, figures come from the others. Rows
+reach the fit as an engine at ``BATCH`` requests grades and fits them: slots that are
+refilled, some rows a step in turns, a refit every ``FIT_ROWS`` rows and at the end,
+each time from where it was.
 """
 
 import gzip
+import itertools
 import json
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +32,12 @@ from vllm.v1.worker.gpu.spec_decode.dspark.sts_metrics import (
     expected_calibration_error,
 )
 
-FIT_ROWS = 64
 BATCH = 64
+# An engine grades 16 rows of a step and refits every 32 steps (``online_sts``).
+ROW_STRIDE = BATCH // 16
+FIT_ROWS = 16 * 32
+# Requests that the fit sees: one in so many.
+SEEN_SHARE = 3
 # Name -> (factor, shift) of the head's logits.
 DISTORTIONS = {
     "as trained": (1.0, 0.0),
@@ -69,13 +76,40 @@ def read_record(path: Path) -> dict[str, list[np.ndarray]]:
     return found
 
 
-def in_turns(requests: list[np.ndarray], batch: int = BATCH) -> GradedRows:
-    """Return all rows in the order of a batch that is refilled when it has emptied."""
+def split(
+    requests: list[np.ndarray], seed: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the requests that the fit sees and those that are measured, at random."""
+    order = np.random.default_rng(seed).permutation(len(requests))
+    num_seen = max(len(requests) // SEEN_SHARE, 1)
+    seen, measured = order[:num_seen], order[num_seen:]
+    return [requests[i] for i in seen], [requests[i] for i in measured]
+
+
+def in_turns(
+    requests: list[np.ndarray], batch: int = BATCH, stride: int = 1
+) -> GradedRows:
+    """Return the rows that a batch with refilled slots grades, in their order.
+
+    Args:
+        requests: Rows of each request.
+        batch: Slots.
+        stride: Slots of which one is graded in a step, each in its turn.
+    """
+    waiting = deque(requests)
+    slots: list[deque] = [deque() for _ in range(batch)]
     ordered = []
-    for first in range(0, len(requests), batch):
-        group = requests[first : first + batch]
-        for step in range(max(map(len, group))):
-            ordered += [rows[step] for rows in group if step < len(rows)]
+    for step in itertools.count():
+        for i in range(batch):
+            if not slots[i] and waiting:
+                slots[i] = deque(waiting.popleft())
+        if not any(slots):
+            break
+        for i, slot in enumerate(slots):
+            if slot:
+                row = slot.popleft()
+                if (i + step) % stride == 0:
+                    ordered.append(row)
     table = np.array(ordered)
     return GradedRows(table[:, 2:], table[:, 0].astype(int), table[:, 1].astype(int))
 
@@ -97,13 +131,54 @@ def identity(num_positions: int) -> np.ndarray:
 
 
 def fit_online(rows: GradedRows, num_drafts: int) -> np.ndarray:
-    """Return the calibration after so many graded drafts. Shape [2, K]."""
+    """Return the calibration after so many graded drafts. Shape [2, K].
+
+    Raises:
+        ValueError: The rows hold fewer graded drafts.
+    """
+    available = int(num_graded(rows)[-1])
+    if available < num_drafts:
+        raise ValueError(
+            f"the fit would see {available} graded drafts, not {num_drafts}; ask for "
+            "fewer, or record more requests"
+        )
     prior = identity(rows.logits.shape[1])
     last = int(np.searchsorted(num_graded(rows), num_drafts)) + 1
     fitted = prior
     for end in [*range(FIT_ROWS, last, FIT_ROWS), last]:
         fitted = fit_calibration(rows.select(slice(end)), fitted, prior)
     return fitted
+
+
+def fit_limit(rows: GradedRows) -> np.ndarray:
+    """Return the best calibration of the family for these very rows. Shape [2, K]."""
+    prior = identity(rows.logits.shape[1])
+    fitted = prior
+    for _ in range(6):
+        fitted = fit_calibration(rows, fitted, prior, decay=1.0)
+    return fitted
+
+
+def ece_of_truth(rows: GradedRows, survival: np.ndarray, seed: int) -> np.ndarray:
+    """Return the cumulative ECE of survivals that are true: what chance leaves.
+
+    Args:
+        rows: Rows whose depths are kept; their outcomes are not looked at.
+        survival: Survivals that outcomes are drawn from. Shape [N, K].
+        seed: Of the outcomes.
+
+    Returns:
+        Mean of several draws. Shape [K], float64.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(4):
+        # One number a row, compared with falling survivals: nested prefixes.
+        survived = rng.random((len(survival), 1)) < survival
+        accepted = np.minimum(survived.sum(axis=1), rows.verified)
+        drawn = GradedRows(rows.logits, accepted, rows.verified)
+        found.append(by_position(expected_calibration_error, survival, drawn))
+    return np.mean(found, axis=0)
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,20 @@
 
 RECORD comes from record_calibration.py; no model is loaded and nothing is recorded
 anew. The confidence logits are scaled or shifted, the calibration sees --drafts
-graded drafts of half the requests, and the other half is measured: cumulative ECE
-(15 bins), Brier score and AUROC by position, greedy and sampled apart. With --costs
-(the records of a sweep on a GPU) also the regret of the budget: how much less a plan
-by these survivals is worth than one by true ones, taken from a fit of the undistorted
-head to all measured rows.
+graded drafts of some requests, and the others are measured: cumulative ECE (15 bins),
+Brier score and AUROC by position, greedy and sampled apart. All figures are means of
+--draws random splits of the requests. Beside ``before`` and ``after`` stand ``limit``,
+the calibration fitted to the measured rows themselves, which is the best that its
+family can do for this head, and ``truth``, survivals whose outcomes were drawn from
+them: what chance leaves of an ECE on so many rows. With --costs (the records of a sweep
+on a GPU) also the regret of the budget: how much less a plan by these survivals is
+worth than one by true ones, taken from the limit of the undistorted head.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,11 +32,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts  # noqa: 
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (  # noqa: E402
     NUM_ECE_BINS,
     GradedRows,
-    fit_calibration,
     survival_probs,
 )
 
-ARMS = ("before", "after")
+PLOTTED_ARMS = ("before", "after")
+METRICS = ("ece", "brier", "survival_auroc", "auroc")
 REGRET_BATCHES = (64, 256)
 
 
@@ -57,6 +59,51 @@ def read_costs(path: Path) -> StepCosts:
         ) from e
 
 
+class Split:
+    """One random split of a class's requests.
+
+    Args:
+        requests: Rows by request.
+        num_drafts: Graded drafts that the calibration sees.
+        seed: Of the split.
+    """
+
+    def __init__(self, requests: list[np.ndarray], num_drafts: int, seed: int):
+        seen, measured = cal.split(requests, seed)
+        self.seen = cal.in_turns(seen, stride=cal.ROW_STRIDE)
+        self.measured = cal.in_turns(measured)
+        self.num_drafts, self.seed = num_drafts, seed
+        self.truth = survival_probs(self.measured.logits, cal.fit_limit(self.measured))
+
+    def tables(self, distortion: str) -> tuple[GradedRows, dict[str, np.ndarray]]:
+        """Return the measured rows of a distorted head, and each arm's calibration."""
+        how = cal.DISTORTIONS[distortion]
+        rows = cal.distort(self.measured, *how)
+        return rows, {
+            "before": cal.identity(rows.logits.shape[1]),
+            "after": cal.fit_online(cal.distort(self.seen, *how), self.num_drafts),
+            "limit": cal.fit_limit(rows),
+        }
+
+    def figures(
+        self, distortion: str, costs: StepCosts | None
+    ) -> dict[tuple[str, str], np.ndarray]:
+        """Return the figures of one distortion by arm and metric."""
+        rows, tables = self.tables(distortion)
+        found = {
+            ("truth", "ece"): cal.ece_of_truth(self.measured, self.truth, self.seed)
+        }
+        for arm, table in tables.items():
+            figures = cal.measure(rows, table)
+            found |= {(arm, metric): getattr(figures, metric) for metric in METRICS}
+            if costs is not None:
+                estimates = survival_probs(rows.logits, table)
+                for batch in REGRET_BATCHES:
+                    lost = 100 * cal.regret(estimates, self.truth, costs, batch)
+                    found[arm, f"regret_{batch}_requests"] = lost.mean(keepdims=True)
+        return found
+
+
 class Comparison:
     """One class of requests under every distortion.
 
@@ -64,76 +111,58 @@ class Comparison:
         name: ``greedy`` or ``sampled``.
         requests: Its rows by request.
         num_drafts: Graded drafts that the calibration sees.
+        num_draws: Random splits.
     """
 
-    def __init__(self, name: str, requests: list[np.ndarray], num_drafts: int):
-        self.name = name
-        self.seen = cal.in_turns(requests[::2])
-        self.measured = cal.in_turns(requests[1::2])
-        self.num_drafts = num_drafts
-        self.unchanged = cal.identity(self.seen.logits.shape[1])
-        self.truth = self._reference()
-
-    def _reference(self) -> np.ndarray:
-        fitted = self.unchanged
-        for _ in range(4):
-            fitted = fit_calibration(self.measured, fitted, self.unchanged, decay=1.0)
-        return survival_probs(self.measured.logits, fitted)
-
-    def tables(self, distortion: str) -> tuple[GradedRows, dict[str, np.ndarray]]:
-        """Return the measured rows of a distorted head, and both calibrations."""
-        how = cal.DISTORTIONS[distortion]
-        fitted = cal.fit_online(cal.distort(self.seen, *how), self.num_drafts)
-        rows = cal.distort(self.measured, *how)
-        return rows, dict(zip(ARMS, (self.unchanged, fitted), strict=True))
+    def __init__(
+        self, name: str, requests: list[np.ndarray], num_drafts: int, num_draws: int
+    ):
+        self.name, self.num_drafts = name, num_drafts
+        self.splits = [Split(requests, num_drafts, seed) for seed in range(num_draws)]
 
     def records(self, costs: StepCosts | None) -> list[Record]:
-        """Measure every distortion."""
+        """Measure every distortion: means over the splits, and the worst ECE."""
         found = []
         for distortion in cal.DISTORTIONS:
-            rows, tables = self.tables(distortion)
-            for arm, table in tables.items():
-                figures = cal.measure(rows, table)
-                for metric in ("ece", "brier", "survival_auroc", "auroc"):
-                    values = getattr(figures, metric)
-                    found.append(self._record(distortion, arm, metric, "1", values))
-                if costs is not None:
-                    estimates = survival_probs(rows.logits, table)
-                    for batch in REGRET_BATCHES:
-                        lost = 100 * cal.regret(estimates, self.truth, costs, batch)
-                        metric = f"regret_{batch}_requests"
-                        found.append(
-                            self._record(distortion, arm, metric, "%", [lost.mean()])
-                        )
+            drawn = [split.figures(distortion, costs) for split in self.splits]
+            for arm, metric in drawn[0]:
+                values = np.array([figures[arm, metric] for figures in drawn])
+                found.append(self._record(distortion, arm, metric, values.mean(0)))
+                if metric == "ece":
+                    worst = values.max(axis=0)
+                    found.append(self._record(distortion, arm, "ece_worst", worst))
         return found
 
     def _record(
-        self, distortion: str, arm: str, metric: str, unit: str, values: Any
+        self, distortion: str, arm: str, metric: str, values: np.ndarray
     ) -> Record:
         case = {
             "class": self.name,
             "distortion": distortion,
             "graded_drafts": self.num_drafts,
-            "measured_rows": len(self.measured.accepted),
+            "draws": len(self.splits),
+            "measured_rows": len(self.splits[0].measured.accepted),
         }
+        unit = "%" if metric.startswith("regret") else "1"
         samples = [round(float(v), 5) for v in values]
         return Record("calibration", case, arm, metric, unit, samples)
 
 
 def print_figures(records: list[Record]) -> None:
-    """Print one line per class, distortion and measure: before, then after."""
-    lines: dict[tuple[str, str, str], dict[str, Record]] = {}
+    """Print one line per class, distortion and measure: its arms one after another."""
+    lines: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         key = (record.case["class"], record.case["distortion"], record.metric)
-        lines.setdefault(key, {})[record.arm] = record
+        lines.setdefault(key, []).append(record)
     for (name, distortion, metric), arms in lines.items():
-        before, after = (" ".join(f"{v:.3f}" for v in arms[a].samples) for a in ARMS)
-        unit = arms[ARMS[0]].unit.replace("1", "")
-        print(f"{name:8}{distortion:11}{metric + unit:22}{before}  ->  {after}")
+        unit = arms[0].unit.replace("1", "")
+        print(f"{name}, {distortion}: {metric}{unit}")
+        for record in arms:
+            print(f"  {record.arm:8}{' '.join(f'{v:.3f}' for v in record.samples)}")
 
 
 def draw(comparisons: list[Comparison], out: Path) -> None:
-    """Write the reliability of the survivals, all positions together."""
+    """Write the reliability of the survivals in one split, all positions together."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,9 +180,10 @@ def draw(comparisons: list[Comparison], out: Path) -> None:
     )
     for row, comparison in zip(grid, comparisons, strict=True):
         for axes, distortion in zip(row, distorted, strict=True):
-            rows, tables = comparison.tables(distortion)
+            rows, tables = comparison.splits[0].tables(distortion)
             axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-            for arm, table in tables.items():
+            for arm in PLOTTED_ARMS:
+                table = tables[arm]
                 ece = np.nanmax(cal.measure(rows, table).ece)
                 label = f"{arm} (worst ECE {ece:.3f})"
                 axes.plot(*reliability(rows, table), marker=".", label=label)
@@ -190,14 +220,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--drafts", type=positive_int, default=3000, help="graded drafts seen"
     )
+    parser.add_argument(
+        "--draws", type=positive_int, default=8, help="random splits of the requests"
+    )
     parser.add_argument("--costs", type=Path, help="records of a sweep, for the regret")
     parser.add_argument(
         "--out", type=output_file, help="append records here (JSON lines)"
     )
     parser.add_argument("--plot", type=output_file, help="write the diagram here (PNG)")
     args = parser.parse_args(argv)
-    if args.drafts < 1:
-        parser.error(f"--drafts={args.drafts}: must be at least 1. Ask for more")
     for path in (args.record, args.costs):
         if path is not None and not path.is_file():
             parser.error(f"{path}: there is no such file. Correct the path")
@@ -209,8 +240,14 @@ def main(argv: list[str] | None = None) -> int:
     short = [name for name, requests in record.items() if len(requests) < 2]
     if short or not record:
         parser.error(f"{args.record}: two requests of each class are needed. Add some")
-    comparisons = [Comparison(n, r, args.drafts) for n, r in record.items()]
-    records = [r for c in comparisons for r in c.records(costs)]
+    comparisons = [
+        Comparison(name, requests, args.drafts, args.draws)
+        for name, requests in record.items()
+    ]
+    try:
+        records = [r for c in comparisons for r in c.records(costs)]
+    except ValueError as e:
+        parser.error(f"--drafts={args.drafts}: {e}")
     print_figures(records)
     if args.out is not None:
         append_records(args.out, records)

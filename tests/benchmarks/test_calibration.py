@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import calibration, plot_calibration
 from tests.helpers.sts_cases import draw_rows
+from vllm.v1.worker.gpu.spec_decode.dspark import online_sts
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import survival_probs
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -32,12 +33,46 @@ def write_record(path, *, scale=1.0, num_requests=120):
     return path
 
 
-def test_rows_come_in_turns_of_a_batch():
-    def request(number, length):
-        return np.array([[0, 1, 10 * number + step] for step in range(length)])
+def request(number, length):
+    return np.array([[0, 1, 10 * number + step] for step in range(length)])
 
-    rows = calibration.in_turns([request(0, 3), request(1, 1), request(2, 2)], batch=2)
-    assert rows.logits[:, 0].tolist() == [0, 10, 1, 2, 20, 21]
+
+@pytest.mark.parametrize(
+    ("stride", "expected"), [(1, [0, 10, 1, 20, 2, 21]), (2, [0, 20, 2])]
+)
+def test_rows_come_in_turns_of_a_batch_that_is_refilled(stride, expected):
+    requests = [request(0, 3), request(1, 1), request(2, 2)]
+    rows = calibration.in_turns(requests, batch=2, stride=stride)
+    assert rows.logits[:, 0].tolist() == expected
+
+
+def test_an_engine_grades_and_fits_as_the_replay_does():
+    assert calibration.ROW_STRIDE == calibration.BATCH // online_sts.MAX_ROWS_PER_STEP
+    rows_a_fit = online_sts.MAX_ROWS_PER_STEP * online_sts.FIT_INTERVAL
+    assert rows_a_fit == calibration.FIT_ROWS
+
+
+def test_no_request_is_both_seen_and_measured():
+    requests = [request(number, 1 + number % 3) for number in range(90)]
+    first, again, other = (calibration.split(requests, seed) for seed in (0, 0, 1))
+
+    def numbers(part):
+        return [int(rows[0, 2]) // 10 for rows in part]
+
+    seen, measured = map(numbers, first)
+    assert sorted(seen + measured) == list(range(90))
+    assert len(seen) == 90 // calibration.SEEN_SHARE
+    assert (seen, measured) == tuple(map(numbers, again))
+    assert seen != numbers(other[0])
+
+
+def test_true_survivals_measure_what_chance_leaves():
+    few, many = (draw_rows(n, K, trim=0.3) for n in (500, 50_000))
+    found = []
+    for rows in (few, many):
+        survival = survival_probs(rows.logits, calibration.identity(K))
+        found.append(calibration.ece_of_truth(rows, survival, seed=0))
+    assert (found[0] > 0.015).all() and (found[1] < 0.008).all()
 
 
 def test_graded_drafts_include_the_rejected_one():
@@ -52,9 +87,9 @@ def test_graded_drafts_include_the_rejected_one():
 @pytest.mark.parametrize("name", ["record.jsonl", "record.jsonl.gz"])
 def test_a_distorted_head_measures_better_afterwards(tmp_path, name):
     requests = calibration.read_record(write_record(tmp_path / name))["sampled"]
-    seen, measured = (calibration.in_turns(requests[i::2]) for i in (0, 1))
+    seen, measured = map(calibration.in_turns, calibration.split(requests, 0))
     shift = calibration.DISTORTIONS["+ 1.5"]
-    fitted = calibration.fit_online(calibration.distort(seen, *shift), 2000)
+    fitted = calibration.fit_online(calibration.distort(seen, *shift), 1500)
     rows = calibration.distort(measured, *shift)
     before = calibration.measure(rows, calibration.identity(K))
     after = calibration.measure(rows, fitted)
@@ -83,14 +118,16 @@ def test_the_committed_record_has_both_classes_and_enough_rows():
 
 
 def test_plot_and_records_come_from_the_record_alone(tmp_path, capsys):
-    record = write_record(tmp_path / "record.jsonl", num_requests=16)
+    record = write_record(tmp_path / "record.jsonl", num_requests=60)
     plot, out = tmp_path / "new" / "plot.png", tmp_path / "out.jsonl"
-    options = ["--drafts", "300", "--plot", plot, "--out", out]
+    options = ["--drafts", "100", "--draws", "2", "--plot", plot, "--out", out]
     assert plot_calibration.main([str(a) for a in (record, *options)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     cases = {(x["case"]["class"], x["case"]["distortion"], x["arm"]) for x in lines}
-    assert len(cases) == 2 * len(calibration.DISTORTIONS) * 2
+    arms = {"before", "after", "limit", "truth"}
+    assert len(cases) == 2 * len(calibration.DISTORTIONS) * len(arms)
+    assert {case[2] for case in cases} == arms
     assert "x 2.5" in capsys.readouterr().out
 
 
@@ -98,6 +135,7 @@ def test_plot_and_records_come_from_the_record_alone(tmp_path, capsys):
     ("change", "named"),
     [
         (["--drafts", "0"], "argument --drafts: '0' must be an integer >= 1"),
+        (["--drafts", "9000"], "--drafts=9000: the fit would see"),
         (["--costs", "missing.jsonl"], "missing.jsonl"),
         (["--costs", __file__], "is no record of costs"),
     ],

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
     MAX_LOGIT,
     GradedRows,
+    calibrated_logits,
     fit_calibration,
     sigmoid,
     survival_probs,
@@ -126,12 +127,12 @@ def distort(rows: GradedRows, factor: float, shift: float) -> GradedRows:
 
 
 def identity(num_positions: int) -> np.ndarray:
-    """Return the calibration that changes nothing. Shape [2, K]."""
-    return np.stack([np.ones(num_positions), np.zeros(num_positions)])
+    """Return the calibration that changes nothing. Shape [3, K]."""
+    return np.eye(3, 1) * np.ones(num_positions)
 
 
 def fit_online(rows: GradedRows, num_drafts: int) -> np.ndarray:
-    """Return the calibration after so many graded drafts. Shape [2, K].
+    """Return the calibration after so many graded drafts. Shape [3, K].
 
     Raises:
         ValueError: The rows hold fewer graded drafts.
@@ -151,7 +152,7 @@ def fit_online(rows: GradedRows, num_drafts: int) -> np.ndarray:
 
 
 def fit_limit(rows: GradedRows) -> np.ndarray:
-    """Return the best calibration of the family for these very rows. Shape [2, K]."""
+    """Return the best calibration of the family for these very rows. Shape [3, K]."""
     prior = identity(rows.logits.shape[1])
     fitted = prior
     for _ in range(6):
@@ -204,10 +205,8 @@ def measure(rows: GradedRows, calibration: np.ndarray) -> Figures:
     own = np.full(survival.shape[1], np.nan)
     for k in range(survival.shape[1]):
         reached = (rows.verified > k) & (rows.accepted >= k)
-        scale, bias = calibration[:, k]
-        own[k] = auroc(
-            sigmoid(scale * rows.logits[reached, k] + bias), rows.accepted[reached] > k
-        )
+        logits = calibrated_logits(rows.logits[reached, k], calibration[:, k])
+        own[k] = auroc(sigmoid(logits), rows.accepted[reached] > k)
     return Figures(
         by_position(expected_calibration_error, survival, rows),
         by_position(brier_score, survival, rows),

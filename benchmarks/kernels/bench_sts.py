@@ -52,7 +52,7 @@ def make_arms(num_reqs: int, num_steps: int, device: str) -> dict[str, Callable]
     """
     rows = draw_rows(RING_ROWS, num_steps, scale=2.5, trim=0.3)
     filled = ring_of(rows, rows, device=device)
-    prior = torch.zeros(2, 2, num_steps, device=device)
+    prior = torch.zeros(2, 3, num_steps, device=device)
     prior[:, 0] = 1.0
     found, expected = prior.clone(), prior.clone()
     fit_confidences(filled, prior, calibration_out=found)

@@ -76,7 +76,9 @@ def _application_error(runner: Any, state: Any, in_force: Any, depth: int) -> fl
         return 0.0
     table = in_force[(speculator.temperature[slots] > 0).long()][:, :, :depth]
     logits = speculator.confidence_logits[:num_reqs, :depth]
-    expected = torch.sigmoid(table[:, 0] * logits + table[:, 1])
+    u = table[:, 0] * logits + table[:, 1]
+    bent = u + 2.0 * table[:, 2] * torch.log(torch.cosh(0.5 * u))
+    expected = torch.sigmoid(bent)
     found = speculator.draft_token_confidence_probs[:num_reqs, :depth]
     return float((expected - found).abs().max())
 

@@ -13,28 +13,30 @@ from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import (
 )
 
 
-def draw_rows(num_rows, num_steps, *, scale=1.0, bias=0.0, trim=0.0, seed=0):
-    """Return rows of a head whose true logits are ``scale * logit + bias``.
+def draw_rows(num_rows, num_steps, *, scale=1.0, bias=0.0, bend=0.0, trim=0.0, seed=0):
+    """Return rows of a head that a calibration of these values sets right.
 
     Args:
         num_rows: Rows.
         num_steps: Draft positions.
         scale: Of the calibration that is right.
         bias: Likewise.
+        bend: Likewise.
         trim: Share of rows that are verified to a depth that their confidences
             decide.
         seed: Of everything random.
     """
     rng = np.random.default_rng(seed)
     easy = rng.normal(1.0, 1.0, size=(num_rows, 1))
-    true = easy + rng.normal(0.0, 1.0, size=(num_rows, num_steps))
+    u = easy + rng.normal(0.0, 1.0, size=(num_rows, num_steps))
+    true = u + 2.0 * bend * np.log(np.cosh(0.5 * u))
     hits = rng.random(true.shape) < sigmoid(true)
     accepted = np.cumprod(hits, axis=1).sum(axis=1)
     survival = np.cumprod(sigmoid(true), axis=1)
     admitted = (survival > 0.4).sum(axis=1)
     trimmed = rng.random(num_rows) < trim
     verified = np.where(trimmed, np.maximum(admitted, 1), num_steps)
-    logits = (true - bias) / scale
+    logits = (u - bias) / scale
     return GradedRows(logits, np.minimum(accepted, verified), verified)
 
 
@@ -85,6 +87,13 @@ def tensors_of(value):
     return value.tensors() if isinstance(value, DraftRing) else [value]
 
 
+def random_calibration(rng, num_steps):
+    """Return scales, biases and bends by class. Shape [2, 3, K], float32."""
+    low, high = np.array([[0.5, -1.0, -0.9], [1.5, 1.0, 0.9]])[:, None, :, None]
+    table = low + (high - low) * rng.random((2, 3, num_steps))
+    return torch.from_numpy(table.astype(np.float32))
+
+
 def make_calibrate_inputs(seed, num_slots=6, num_steps=5):
     """Return keyword arguments of ``calibrate_confidences``."""
     rng = np.random.default_rng(seed)
@@ -98,7 +107,7 @@ def make_calibrate_inputs(seed, num_slots=6, num_steps=5):
     return {
         "slots": torch.from_numpy(rng.integers(-1, num_slots, num_reqs)),
         "temperature": float32(rng.choice([0.0, 0.7], num_slots)),
-        "calibration": float32(rng.random((2, 2, num_steps)) + 0.5),
+        "calibration": random_calibration(rng, num_steps),
         "probs_out": float32(probs),
         "logits_out": torch.zeros(num_reqs, num_steps),
     }
@@ -139,7 +148,7 @@ def ring_of(*groups, device="cpu"):
 def make_fit_inputs(seed, num_steps=5):
     """Return keyword arguments of ``fit_confidences``."""
     num_rows = (0, 1, 50, 900)[seed % 4]
-    prior = torch.zeros(2, 2, num_steps)
+    prior = torch.zeros(2, 3, num_steps)
     prior[:, 0] = 1.0
     return {
         "ring": ring_of(

@@ -21,7 +21,10 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
 K, SLOTS, CPU = 3, 4, torch.device("cpu")
 START = ConfidenceCalibration.uniform(K)
 LEARNED = ConfidenceCalibration(
-    ((0.5, 0.6, 0.7), (1.5, 1.6, 1.7)), ((0.1, 0.2, 0.3), (-0.1, -0.2, -0.3)), (40, 7)
+    ((0.5, 0.6, 0.7), (1.5, 1.6, 1.7)),
+    ((0.1, 0.2, 0.3), (-0.1, -0.2, -0.3)),
+    ((0.4, 0.5, 0.6), (-0.4, 0.0, 0.9)),
+    (40, 7),
 )
 
 

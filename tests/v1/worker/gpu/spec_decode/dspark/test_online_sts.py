@@ -136,10 +136,11 @@ def fit(sts):
 def test_the_fit_writes_where_the_graph_reads_and_state_follows(sts):
     address = sts.calibration.data_ptr()
     assert sts.state_json() == START.to_json()
-    fill(sts, draw_rows(900, K, scale=2.0, bias=1.0))
+    fill(sts, draw_rows(900, K, scale=2.0, bias=1.0, bend=0.7))
     fit(sts)
     assert sts.calibration.data_ptr() == address
     assert (sts.calibration[:, 0, 0] > 1.0).all(), "premise: it moved"
+    assert (sts.calibration[:, 2, 0] > 0.2).all(), "premise: the bend too"
     state = ConfidenceCalibration.from_json(sts.state_json())
     assert state.num_rows == (900, 900)
     torch.testing.assert_close(calibration_tensor(state, DEVICE), sts.calibration)
@@ -172,7 +173,8 @@ def test_log_lines_tell_temperatures_and_ece(monkeypatch):
     fill(sts, draw_rows(900, K, scale=2.0))
     fit(sts)
     greedy = [line for line in lines if "greedy" in line]
-    assert greedy and "temperature" in greedy[-1] and "(900 rows)" in greedy[-1]
+    assert greedy and "(900 rows)" in greedy[-1]
+    assert all(f"{name} " in greedy[-1] for name in ("temperature", "bias", "bend"))
     assert "cumulative ECE" in greedy[-1]
 
 

@@ -10,13 +10,14 @@ from tests.helpers.sts_cases import draw_rows
 from vllm.v1.worker.gpu.spec_decode.dspark import sts_fit
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
     GradedRows,
+    calibrated_logits,
     fit_calibration,
     sigmoid,
     survival_probs,
 )
 
 K = 4
-IDENTITY = np.array([[1.0] * K, [0.0] * K])
+IDENTITY = np.array([[1.0] * K, [0.0] * K, [0.0] * K])
 
 
 def fit(rows, start=IDENTITY, prior=IDENTITY, rounds=4, **options):
@@ -36,44 +37,84 @@ def oracle_loss(rows, calibration, k, prior=IDENTITY):
         survival = 1.0
         for j in range(k + 1):
             logit = np.clip(rows.logits[i, j], -sts_fit.MAX_LOGIT, sts_fit.MAX_LOGIT)
-            survival *= 1.0 / (
-                1.0 + np.exp(-calibration[0, j] * logit - calibration[1, j])
-            )
+            u = calibration[0, j] * logit + calibration[1, j]
+            bent = u + calibration[2, j] * 2.0 * np.log(np.cosh(0.5 * u))
+            survival *= 1.0 / (1.0 + np.exp(-bent))
         likely = survival if rows.accepted[i] > k else 1.0 - survival
         total -= weight * np.log(max(likely, 1e-12))
     gaps = (calibration[:, k] - prior[:, k]) ** 2
-    # Two coin flips at z**2 = 2.
-    return total + 0.5 * (1.0 * gaps[0] + 0.5 * gaps[1])
+    # A coin flip at z**2 = 2, and where a bend counts twice as much as a bias.
+    return total + 0.5 * (0.5 * gaps[0] + 0.25 * gaps[1] + 1.0 * gaps[2])
 
 
 @pytest.mark.parametrize("k", range(K))
 @pytest.mark.parametrize(
-    "case", [{"scale": 2.5}, {"scale": 0.4}, {"bias": -1.5}, {"trim": 0.6}]
+    "case",
+    [{"scale": 2.5}, {"scale": 0.4}, {"bias": -1.5}, {"trim": 0.6}, {"bend": 0.8}],
 )
 def test_no_grid_point_is_better_than_the_fit(case, k):
-    rows = draw_rows(150, K, **case)
+    rows = draw_rows(60, K, **case)
     fitted = fit(rows)
     best = oracle_loss(rows, fitted, k)
-    for scale in np.geomspace(sts_fit.MIN_SCALE, sts_fit.MAX_SCALE, 13):
-        for bias in np.linspace(-3.0, 3.0, 13):
-            other = fitted.copy()
-            other[:, k] = scale, bias
-            assert best <= oracle_loss(rows, other, k) + 1e-3
+    for scale in np.geomspace(sts_fit.MIN_SCALE, sts_fit.MAX_SCALE, 9):
+        for bias in np.linspace(-3.0, 3.0, 9):
+            for bend in np.linspace(-sts_fit.MAX_BEND, sts_fit.MAX_BEND, 5):
+                other = fitted.copy()
+                other[:, k] = scale, bias, bend
+                assert best <= oracle_loss(rows, other, k) + 1e-3
 
 
 @pytest.mark.parametrize(
-    "scale, bias", [(2.5, 0.0), (0.4, 0.0), (1.0, 1.5), (1.0, -1.5)]
+    "scale, bias, bend",
+    [
+        (2.5, 0.0, 0.0),
+        (0.4, 0.0, 0.0),
+        (1.0, 1.5, 0.0),
+        (1.0, -1.5, 0.0),
+        (1.0, 0.0, 0.7),
+        (0.4, 1.0, 0.7),
+        (2.5, -1.0, -0.5),
+    ],
 )
 @pytest.mark.parametrize("trim", [0.0, 0.7])
-def test_a_distorted_head_is_set_right(scale, bias, trim):
-    rows = draw_rows(40_000, K, scale=scale, bias=bias, trim=trim)
+def test_a_distorted_head_is_set_right(scale, bias, bend, trim):
+    rows = draw_rows(40_000, K, scale=scale, bias=bias, bend=bend, trim=trim)
     fitted = fit(rows, decay=1.0)
-    np.testing.assert_allclose(fitted[0], scale, rtol=0.15)
-    np.testing.assert_allclose(fitted[1], bias, atol=0.3)
-    # A scale and a bias that err together leave the survivals right.
-    true = np.linspace(-1.0, 3.0, 9)[:, None].repeat(K, axis=1)
-    found = survival_probs((true - bias) / scale, fitted)
+    # Values that err together leave the survivals right.
+    np.testing.assert_allclose(fitted[0], scale, rtol=0.25)
+    np.testing.assert_allclose(fitted[1], bias, atol=0.35)
+    np.testing.assert_allclose(fitted[2], bend, atol=0.3)
+    u = np.linspace(-1.0, 3.0, 9)[:, None].repeat(K, axis=1)
+    true = u + 2.0 * bend * np.log(np.cosh(0.5 * u))
+    found = survival_probs((u - bias) / scale, fitted)
     np.testing.assert_allclose(found, np.cumprod(sigmoid(true), axis=1), atol=0.02)
+
+
+@pytest.mark.parametrize("factor, shift", [(0.4, 0.0), (2.5, 0.0), (1.0, -1.5)])
+def test_a_bent_head_is_fitted_alike_however_it_is_scaled_or_shifted(factor, shift):
+    rows = draw_rows(4000, K, bend=0.7)
+    distorted = GradedRows(factor * rows.logits + shift, rows.accepted, rows.verified)
+    straight, found = fit(rows), fit(distorted)
+    assert straight[2, 0] > 0.4, "premise: there is a bend"
+    survivals = [
+        survival_probs(r.logits, c) for r, c in ((rows, straight), (distorted, found))
+    ]
+    np.testing.assert_allclose(*survivals, atol=0.03)
+
+
+def test_a_bend_at_its_bound_does_not_mislead_scale_and_bias():
+    # The slope below one half vanishes, which no bend reaches.
+    rng = np.random.default_rng(1)
+    u = rng.normal(0.5, 2.0, size=(6000, 1))
+    hits = rng.random(u.shape) < sigmoid(np.maximum(2.0 * u, 0.0) - 1.4)
+    rows = GradedRows(u, hits.sum(axis=1), np.ones(len(u), dtype=int))
+    start = IDENTITY[:, :1]
+    fitted = fit(rows, start, start, rounds=6)
+    assert fitted[2, 0] == sts_fit.MAX_BEND, "premise"
+    best = oracle_loss(rows, fitted, 0, start)
+    for change in ((0.02, 0.0), (-0.02, 0.0), (0.0, 0.02), (0.0, -0.02)):
+        other = fitted + np.array([*change, 0.0])[:, None]
+        assert best <= oracle_loss(rows, other, 0, start) + 1e-6
 
 
 def test_trimmed_rows_do_not_lower_deep_confidences():
@@ -113,7 +154,7 @@ def test_a_position_never_depends_on_later_ones():
 
 
 def test_without_rows_the_start_stays():
-    start = np.array([[0.7] * K, [0.3] * K])
+    start = np.array([[0.7] * K, [0.3] * K, [0.2] * K])
     rows = draw_rows(0, K)
     np.testing.assert_allclose(fit(rows, start, start), start)
 
@@ -125,7 +166,9 @@ def test_one_row_moves_little_and_stays_finite(hit, logit):
     fitted = fit(rows, rounds=50)
     surprising = logit == 9.0 and not hit
     assert np.abs(fitted[0] - 1.0).max() < (1.0 if surprising else 0.9)
-    assert np.abs(fitted[1]).max() < 1.0
+    # The prior is one row too, so that the two meet half-way.
+    assert np.abs(fitted[1]).max() < 1.5
+    assert np.abs(fitted[2]).max() < (1.0 if surprising else 0.5)
 
 
 ROWS = st.lists(
@@ -149,6 +192,7 @@ def test_whatever_the_rows_the_fit_is_bounded_and_no_worse_than_its_start(rows):
     assert (fitted[0] >= sts_fit.MIN_SCALE).all()
     assert (fitted[0] <= sts_fit.MAX_SCALE).all()
     assert (np.abs(fitted[1]) <= sts_fit.MAX_BIAS).all()
+    assert (np.abs(fitted[2]) <= sts_fit.MAX_BEND).all()
     for k in range(K):
         unmoved = fitted.copy()
         unmoved[:, k] = IDENTITY[:, k]
@@ -169,8 +213,8 @@ def test_newer_rows_count_more():
     assert (steady[1] > drifted[1] + 0.5).all()
 
 
-def test_order_within_a_position_is_kept():
+@pytest.mark.parametrize("bend", [-0.8, 0.0, 0.8])
+def test_order_within_a_position_is_kept(bend):
     logits = np.linspace(-12, 12, 200)[:, None].repeat(K, axis=1)
-    fitted = fit(draw_rows(400, K, scale=0.3, bias=-2.0))
-    first = survival_probs(logits, fitted)[:, 0]
-    assert (np.diff(first) > 0).all()
+    fitted = fit(draw_rows(400, K, scale=0.3, bias=-2.0, bend=bend))
+    assert (np.diff(calibrated_logits(logits, fitted), axis=0) > 0).all()

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.sts_cases import (
-    draw_rows,
-    ring_of,
+from tests.helpers.sts_cases import draw_rows, random_calibration, ring_of
+from vllm.v1.worker.gpu.spec_decode.dspark import sts_fit, sts_kernels, sts_reference
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
+    GradedRows,
+    fit_calibration,
+    survival_probs,
 )
-from vllm.v1.worker.gpu.spec_decode.dspark import sts_kernels, sts_reference
-from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import fit_calibration
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit_kernel import fit_confidences
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_kernels import (
     calibrate_confidences,
@@ -42,7 +43,7 @@ def test_calibrated_confidences_equal_the_reference(num_reqs, depth):
     probs[0, 0] = float("nan")
     probs[-1, depth - 1] = 1.0
     slots = torch.from_numpy(rng.integers(-1, S, (num_reqs, depth)))
-    calibration = torch.from_numpy(rng.random((2, 2, K)).astype(np.float32) + 0.5)
+    calibration = random_calibration(rng, K)
     temperature = torch.tensor([0.0, 0.7] * (S // 2))
     results = []
     for function in (
@@ -69,8 +70,39 @@ def test_calibrated_confidences_equal_the_reference(num_reqs, depth):
     assert (logits[:, depth:] == -77.0).all() and (logits[num_reqs:] == -77.0).all()
 
 
+def test_a_bend_changes_nothing_at_one_half_and_the_slopes_beyond():
+    calibration = torch.zeros(2, 3, 3, device=DEVICE)
+    calibration[:, 0], calibration[:, 2] = 1.0, 0.5
+    far = float(np.log(0.999 / 0.001))
+    probs = torch.tensor([[0.001, 0.5, 0.999]], device=DEVICE)
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    temperature = torch.zeros(1, device=DEVICE)
+    logits = torch.zeros(1, 3, device=DEVICE)
+    calibrate_confidences(
+        slots, temperature, calibration, probs_out=probs, logits_out=logits
+    )
+    # Far out the bend adds half of |logit| - 2 log 2.
+    offset = -float(np.log(2.0))
+    expected = torch.tensor([[-0.5 * far + offset, 0.0, 1.5 * far + offset]])
+    torch.testing.assert_close(torch.logit(probs).cpu(), expected, atol=0.01, rtol=1e-3)
+
+
+def test_without_a_bend_it_is_a_scale_and_a_bias():
+    probs = torch.linspace(0.01, 0.99, K, device=DEVICE)[None]
+    expected = torch.sigmoid(1.7 * torch.logit(probs) - 0.4)
+    calibration = torch.tensor([1.7, -0.4, 0.0], device=DEVICE)[None, :, None]
+    calibrate_confidences(
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, device=DEVICE),
+        calibration.repeat(2, 1, K),
+        probs_out=probs,
+        logits_out=probs.clone(),
+    )
+    torch.testing.assert_close(probs, expected, atol=1e-5, rtol=0)
+
+
 def test_greedy_and_sampled_rows_are_calibrated_apart():
-    calibration = torch.zeros(2, 2, K, device=DEVICE)
+    calibration = torch.zeros(2, 3, K, device=DEVICE)
     calibration[:, 0], calibration[1, 1] = 1.0, 2.0
     probs = torch.full((2, K), 0.5, device=DEVICE)
     slots = torch.tensor([1, 0], device=DEVICE)
@@ -220,13 +252,14 @@ def test_a_stride_grades_every_row_once_in_as_many_steps():
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 700, RING_ROWS + 900])
-def test_fit_equals_the_reference(num_rows):
+@pytest.mark.parametrize("bend", [0.7, 1.5])
+def test_fit_equals_the_reference(num_rows, bend):
     ring = ring_of(
         draw_rows(num_rows, K, scale=2.5, trim=0.3),
-        draw_rows(num_rows, K, bias=-1.5),
+        draw_rows(num_rows, K, bias=-1.5, bend=bend),
         device=DEVICE,
     )
-    prior = torch.zeros(2, 2, K)
+    prior = torch.zeros(2, 3, K)
     prior[:, 0] = 1.0
     results = []
     for function in (fit_confidences, sts_reference.fit_confidences_reference):
@@ -240,6 +273,9 @@ def test_fit_equals_the_reference(num_rows):
             ring.graded_rows(1), prior[1].numpy(), prior[1].numpy()
         )
         assert np.abs(expected[1, :2] + 1.5).max() < 0.5, "premise: the fit moves"
+        assert expected[2, 0] > 0.2, "premise: the bend too"
+        at_bound = expected[2] == sts_fit.MAX_BEND
+        assert at_bound.any() == (bend > 1.0), "premise: the bound is met too"
     if num_rows == 0:
         torch.testing.assert_close(results[0], prior)
 
@@ -253,3 +289,22 @@ def test_the_ring_keeps_the_newest_rows_oldest_first():
 def test_depths_fit_a_stamp():
     assert sts_reference.MAX_STS_STEPS < 1 << DEPTH_BITS
     assert sts_kernels.RING_ROWS & (sts_kernels.RING_ROWS - 1) == 0
+
+
+def test_float32_keeps_a_bend_that_no_row_can_tell_from_a_scale():
+    # All logits far above 1/2 and nearly alike: scale, bias and bend are one there,
+    # and a determinant of the three would be what rounding leaves.
+    rng = np.random.default_rng(0)
+    logits = rng.normal(12.0, 0.05, size=(RING_ROWS, K))
+    accepted = np.cumprod(rng.random(logits.shape) < 0.9, axis=1).sum(axis=1)
+    rows = GradedRows(logits, accepted, np.full(RING_ROWS, K))
+    ring = ring_of(rows, rows, device=DEVICE)
+    prior = torch.zeros(2, 3, K, device=DEVICE)
+    prior[:, 0] = 1.0
+    found = prior.clone()
+    for _ in range(6):
+        fit_confidences(ring, prior, calibration_out=found)
+    assert torch.isfinite(found).all()
+    survival = survival_probs(logits, found[0].cpu().numpy().astype(np.float64))
+    rates = [np.average(accepted > k, weights=rows.weights()) for k in range(K)]
+    np.testing.assert_allclose(survival.mean(axis=0), rates, atol=0.01)

@@ -159,8 +159,8 @@ class DepthDSparkSpeculator(DSparkSpeculator):
         device: Device of the drafter.
 
     Attributes:
-        calibration: Scales, then biases, by class; read by the captured graphs.
-            Shape [2, 2, K], float32; None where confidences stay as reported.
+        calibration: Scales, biases, bends, by class; read by the captured graphs.
+            Shape [2, 3, K], float32; None where confidences stay as reported.
         confidence_logits: Raw logits of the last drafts, written by the captured
             graphs that calibrate. Shape [max_num_reqs, K], float32.
     """

@@ -7,7 +7,7 @@ described in :mod:`.sts_fit`; here is where the data comes from and when it is u
 
 All of it stays on the device. In every active step (at or above the knee) one launch
 grades the drafts that the step judged and notes the raw logits of those it made; in
-every ``FIT_INTERVAL``-th, another refits scales and biases from the last
+every ``FIT_INTERVAL``-th, another refits scales, biases and bends from the last
 ``RING_ROWS`` graded rows of each class and writes them where the captured draft graph
 reads them. Rows rather than histograms are kept, because the cumulative product needs
 the joint distribution of a row's logits, which bins would blur (and clip, for a head
@@ -81,8 +81,10 @@ MAX_ROWS_PER_STEP = 16
 def calibration_tensor(
     calibration: ConfidenceCalibration, device: torch.device
 ) -> torch.Tensor:
-    """Return scales, then biases, by class. Shape [2, 2, K], float32."""
-    tables = list(zip(calibration.scales, calibration.biases, strict=True))
+    """Return scales, biases, bends, by class. Shape [2, 3, K], float32."""
+    tables = list(
+        zip(calibration.scales, calibration.biases, calibration.bends, strict=True)
+    )
     return torch.tensor(tables, dtype=torch.float32, device=device)
 
 
@@ -112,14 +114,14 @@ def make_online_sts(runner: "DSparkCapacityModelRunner") -> "OnlineSTS | None":
 
 
 class OnlineSTS:
-    """Keeps the scales and biases of the draft graph right.
+    """Keeps the calibration of the draft graph right.
 
     Lifecycle: built with the KV cache; ``warm_up`` after graph capture; per active
     step ``observe``; ``pause`` in every other step; ``forget`` for a new request.
 
     Args:
         calibration: What the draft graph applies, holding the start values: by
-            class scales, then biases. Shape [2, 2, K], float32, device.
+            class scales, biases, bends. Shape [2, 3, K], float32, device.
         logits: What the draft graph notes: raw logits in batch order. Shape
             [max_num_reqs, K], float32, device.
         temperature: Sampling temperature by slot. Shape [max_num_reqs], float32,
@@ -128,7 +130,7 @@ class OnlineSTS:
 
     Attributes:
         ring: Graded rows.
-        start: The calibration at start, on the host. Shape [2, 2, K], float32.
+        start: The calibration at start, on the host. Shape [2, 3, K], float32.
     """
 
     def __init__(
@@ -233,11 +235,13 @@ class OnlineSTS:
         """Return the calibration of the last fit, waiting for its copy."""
         with gpu_sync_allowed():
             self._snapshot_event.synchronize()
-        scales, biases = self._snapshot.transpose(0, 1).tolist()
+        tables = self._snapshot.transpose(0, 1).tolist()
+        scales, biases, bends = (tuple(map(tuple, table)) for table in tables)
         rows = zip(self._loaded_rows, self._snapshot_rows.tolist(), strict=True)
         return ConfidenceCalibration(
-            tuple(tuple(row) for row in scales),
-            tuple(tuple(row) for row in biases),
+            scales,
+            biases,
+            bends,
             tuple(loaded + seen for loaded, seen in rows),
         )
 
@@ -314,11 +318,11 @@ class _CalibrationLog:
 def describe(
     rows: sts_fit.GradedRows, calibration: np.ndarray, start: np.ndarray
 ) -> str:
-    """Return one line: temperatures, biases, and cumulative ECE with start and now.
+    """Return one line: the calibration, and cumulative ECE with start and now.
 
     Args:
         rows: Graded rows.
-        calibration: Scales, then biases. Shape [2, K].
+        calibration: Scales, biases, bends. Shape [3, K].
         start: Likewise, as at start.
     """
 
@@ -335,6 +339,7 @@ def describe(
     )
     return (
         f"temperature {numbers(1.0 / calibration[0])}; bias {numbers(calibration[1])}; "
+        f"bend {numbers(calibration[2])}; "
         f"cumulative ECE {numbers(before)} -> {numbers(after)} "
         f"({len(rows.accepted)} rows)"
     )

@@ -3,16 +3,26 @@
 
 Pure: NumPy. The device kernel (:mod:`.sts_kernels`) runs the same steps in float32.
 
-Position k (from 0) gets a scale and a bias, ``c_k = sigmoid(scale * logit + bias)``,
-where scale is 1 / T. As in the paper, positions are fitted left to right, each to
-the *cumulative* product ``S_k = c_0 * ... * c_k`` against "drafts 0..k were all
-accepted", with the earlier positions frozen: errors that confidences share along a
-row, which a fit per position leaves in the product, are taken up by the next one.
+Position k (from 0) gets a scale, a bias and a bend: ``c_k = sigmoid(g(logit))``,
 
-Two things differ from the paper, and why:
+    g(z) = u + bend * 2 log cosh(u / 2),  u = scale * z + bias,
+
+where scale is 1 / T: slope ``scale * (1 - bend)`` far below the point of probability
+1/2 and ``scale * (1 + bend)`` far above it. As in the paper, positions are fitted left
+to right, each to the *cumulative* product ``S_k = c_0 * ... * c_k`` against "drafts
+0..k were all accepted", with the earlier positions frozen: errors that confidences
+share along a row, which a fit per position leaves in the product, are taken up by the
+next one.
+
+Three things differ from the paper, and why:
   * A bias. Temperature alone keeps logit 0 at probability 1/2, so it cannot undo a
     shift of the logits; with a positive scale the order within a position is kept
     all the same.
+  * A bend. Heads are found whose low confidences say less than their high ones, which
+    no temperature undoes. This is beta calibration (two slopes and a bias), with the
+    slopes changing where the *calibrated* confidence is 1/2 instead of at logit 0: a
+    scaled or shifted head is then fitted as well as the head itself. |bend| < 1 keeps
+    the order.
   * Log loss instead of ECE. With a bias, ECE is least for a constant prediction (the
     base rate is calibrated), so minimising it would throw the ranking away. Log loss
     is a proper score: its minimum is calibrated *and* sharp, and it is smooth, so a
@@ -25,15 +35,16 @@ accepted. Rows that were trimmed before k are left out even where an earlier rej
 would tell their outcome: among trimmed rows only failures could ever be seen, and
 counting those would push every deep confidence down. What remains is selection by
 confidence (likely rows are verified deeper). It shifts which confidences the fit
-sees, not the outcome given the confidences, so where the two-parameter family holds
+sees, not the outcome given the confidences, so where the fitted family holds
 it does no harm, and where it does not, the fit is best in the region that is used.
 
 Invariants (pinned by tests/.../dspark/test_sts_fit.py):
-  * Without rows the result is the start; scale and bias stay within their bounds.
+  * Without rows the result is the start; scale, bias and bend stay within their bounds.
   * The fit of a position does not depend on later positions.
   * The penalised log loss of each position never ends above its start.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,21 +54,32 @@ import numpy as np
 DECAY = 0.999
 # Rows that the start value stands for. Far fewer than PR #107's 64: a strong prior
 # would still keep a fifth of a distortion after 600 rows.
-PRIOR_ROWS = 2.0
+PRIOR_ROWS = 1.0
 # A coin flip has information 1/4 about the bias, and at logit z z**2 / 4 about the
 # scale; the prior's rows are coin flips at z**2 = 2.
 PRIOR_BIAS_INFORMATION = PRIOR_ROWS / 4.0
 PRIOR_SCALE_INFORMATION = PRIOR_BIAS_INFORMATION * 2.0
+# A bend's information is that about the bias times (2 log cosh(u / 2))**2, which is
+# 4 at u = 3.3: most rows are there or beyond.
+PRIOR_BEND_INFORMATION = PRIOR_BIAS_INFORMATION * 4.0
 # Temperatures in [1/8, 8] (as PR #107); shifts beyond 8 say that a head is broken.
 MIN_SCALE, MAX_SCALE = 0.125, 8.0
 MAX_BIAS = 8.0
+# Slopes a factor of 19 apart; a slope never vanishes.
+MAX_BEND = 0.9
 # Beyond it a confidence is 0 or 1 within 1e-6; keeps float32 sums finite.
 MAX_LOGIT = 13.8
 # Fisher steps per position and fit; each fit starts where the last one ended.
 NUM_ITERATIONS = 8
-# Longest step in bias, and in the relative scale.
-MAX_BIAS_STEP, MAX_SCALE_STEP = 2.0, 0.5
+# Longest step in bias, in bend, and in the relative scale.
+MAX_BIAS_STEP, MAX_BEND_STEP, MAX_SCALE_STEP = 2.0, 0.5, 0.5
 NUM_ECE_BINS = 15
+# Of scale, bias and bend.
+PRIOR_INFORMATION = np.array(
+    [PRIOR_SCALE_INFORMATION, PRIOR_BIAS_INFORMATION, PRIOR_BEND_INFORMATION]
+)
+LOWEST = np.array([MIN_SCALE, -MAX_BIAS, -MAX_BEND])
+HIGHEST = np.array([MAX_SCALE, MAX_BIAS, MAX_BEND])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +116,32 @@ def clamp_logits(logits: np.ndarray) -> np.ndarray:
     return np.clip(np.asarray(logits, dtype=np.float64), -MAX_LOGIT, MAX_LOGIT)
 
 
+def bend_term(u: np.ndarray) -> np.ndarray:
+    """Return ``2 log cosh(u / 2)`` without overflow: what a bend is multiplied by."""
+    size = np.abs(u)
+    return size + 2.0 * np.log1p(np.exp(-size)) - 2.0 * math.log(2.0)
+
+
+def calibrated_logits(logits: np.ndarray, calibration: np.ndarray) -> np.ndarray:
+    """Return logits after calibration; logits beyond what is told apart are clamped.
+
+    Args:
+        logits: Shape [..., K].
+        calibration: Scales, biases, bends. Shape [3, K].
+    """
+    scale, bias, bend = calibration
+    u = scale * clamp_logits(logits) + bias
+    return u + bend * bend_term(u)
+
+
 def survival_probs(logits: np.ndarray, calibration: np.ndarray) -> np.ndarray:
     """Return calibrated prefix survivals.
 
     Args:
         logits: Shape [N, K].
-        calibration: Scales, then biases. Shape [2, K].
+        calibration: Scales, biases, bends. Shape [3, K].
     """
-    scale, bias = calibration
-    return np.cumprod(sigmoid(scale * clamp_logits(logits) + bias), axis=1)
+    return np.cumprod(sigmoid(calibrated_logits(logits, calibration)), axis=1)
 
 
 def fit_calibration(
@@ -113,17 +152,17 @@ def fit_calibration(
     decay: float = DECAY,
     num_iterations: int = NUM_ITERATIONS,
 ) -> np.ndarray:
-    """Fit scales and biases left to right.
+    """Fit scales, biases and bends left to right.
 
     Args:
         rows: Judged rows, oldest first.
-        start: Where the search begins: scales, then biases. Shape [2, K].
-        prior: What ``PRIOR_ROWS`` rows argue for. Shape [2, K].
+        start: Where the search begins: scales, biases, bends. Shape [3, K].
+        prior: What ``PRIOR_ROWS`` rows argue for. Shape [3, K].
         decay: Weight of a row against the next newer one.
         num_iterations: Fisher steps per position.
 
     Returns:
-        Scales, then biases. Shape [2, K], float64.
+        Scales, biases, bends. Shape [3, K], float64.
     """
     fitted = np.array(start, dtype=np.float64)
     weights, logits = rows.weights(decay), clamp_logits(rows.logits)
@@ -138,7 +177,7 @@ def fit_calibration(
             prior[:, k],
         )
         fitted[:, k] = case.fit(fitted[:, k], num_iterations)
-        survival = survival * sigmoid(fitted[0, k] * logits[:, k] + fitted[1, k])
+        survival = survival * sigmoid(calibrated_logits(logits[:, k], fitted[:, k]))
     return fitted
 
 
@@ -152,36 +191,35 @@ class _Position:
     weights: np.ndarray
     prior: np.ndarray
 
-    def fit(self, start: np.ndarray, num_iterations: int) -> tuple[float, float]:
-        """Return the scale and bias after damped Fisher steps."""
-        scale, bias = (float(x) for x in start)
+    def fit(self, start: np.ndarray, num_iterations: int) -> np.ndarray:
+        """Return scale, bias and bend after damped Fisher steps. Shape [3]."""
+        point = np.array(start, dtype=np.float64)
         for _ in range(num_iterations):
-            scale, bias = self.step(scale, bias)
-        return scale, bias
+            point = self.step(point)
+        return point
 
-    def step(self, scale: float, bias: float) -> tuple[float, float]:
-        """Return the next scale and bias, within their bounds."""
-        z, w = self.logits, self.weights
-        u = scale * z + bias
-        prob = self.survival * sigmoid(u)
+    def step(self, point: np.ndarray) -> np.ndarray:
+        """Return the next scale, bias and bend, within their bounds. Shape [3]."""
+        scale, bias, bend = point
+        u = scale * self.logits + bias
+        g = u + bend * bend_term(u)
+        prob = self.survival * sigmoid(g)
         # (1 - s) / (1 - S s), in a form that stays in (0, 1] as both vanish.
-        miss = sigmoid(-u)
+        miss = sigmoid(-g)
         ratio = miss / np.maximum(1.0 - self.survival + self.survival * miss, 1e-12)
-        slope = w * (prob - self.outcome) * ratio
-        curve = w * prob * miss * ratio
-        g_scale = float(slope @ z) + PRIOR_SCALE_INFORMATION * (scale - self.prior[0])
-        g_bias = float(slope.sum()) + PRIOR_BIAS_INFORMATION * (bias - self.prior[1])
-        h_ss = float(curve @ (z * z)) + PRIOR_SCALE_INFORMATION
-        h_sb = float(curve @ z)
-        h_bb = float(curve.sum()) + PRIOR_BIAS_INFORMATION
-        det = h_ss * h_bb - h_sb * h_sb
-        d_scale = (h_bb * g_scale - h_sb * g_bias) / det
-        d_bias = (h_ss * g_bias - h_sb * g_scale) / det
-        limit = max(
-            1.0,
-            abs(d_bias) / MAX_BIAS_STEP,
-            abs(d_scale) / (MAX_SCALE_STEP * scale),
+        slope = self.weights * (prob - self.outcome) * ratio
+        curve = self.weights * prob * miss * ratio
+        d_bias = 1.0 + bend * np.tanh(0.5 * u)
+        # How g changes with scale, bias and bend.
+        changes = np.stack([self.logits * d_bias, d_bias, bend_term(u)])
+        gradient = changes @ slope + PRIOR_INFORMATION * (point - self.prior)
+        hessian = (changes * curve) @ changes.T + np.diag(PRIOR_INFORMATION)
+        step = np.linalg.solve(hessian, gradient)
+        # A bend at its bound stays there, and the others must not count on more.
+        step[2] = bend - min(max(bend - step[2], -MAX_BEND), MAX_BEND)
+        step[:2] = np.linalg.solve(
+            hessian[:2, :2], gradient[:2] - hessian[:2, 2] * step[2]
         )
-        scale = min(max(scale - d_scale / limit, MIN_SCALE), MAX_SCALE)
-        bias = min(max(bias - d_bias / limit, -MAX_BIAS), MAX_BIAS)
-        return scale, bias
+        longest = np.array([MAX_SCALE_STEP * scale, MAX_BIAS_STEP, MAX_BEND_STEP])
+        point = point - step / max(1.0, np.abs(step / longest).max())
+        return np.clip(point, LOWEST, HIGHEST)

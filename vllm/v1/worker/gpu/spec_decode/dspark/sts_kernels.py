@@ -35,6 +35,14 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
+@triton.jit
+def bend_term(u):
+    """Return ``2 log cosh(u / 2)`` of a float32 block without overflow."""
+    size = tl.abs(u)
+    # 2 log 2, so that it is 0 at 0.
+    return size + 2.0 * tl.log(1.0 + tl.exp(-size)) - 1.3862943611198906
+
+
 @triton.jit(
     do_not_specialize=("slot_stride", "probs_stride", "num_reqs", "num_steps"),
     do_not_specialize_on_alignment=("slots_ptr", "probs_ptr"),
@@ -42,7 +50,7 @@ def sigmoid(x):
 def _calibrate_confidences_kernel(
     slots_ptr,  # [num_reqs] strided
     temperature_ptr,  # [num_slots]
-    calibration_ptr,  # [2, 2, max_steps]
+    calibration_ptr,  # [2, 3, max_steps]
     probs_ptr,  # [num_reqs, num_steps] strided, in place
     logits_ptr,  # [>= num_reqs, max_steps], written
     slot_stride,
@@ -55,7 +63,7 @@ def _calibrate_confidences_kernel(
     STEP_BLOCK: tl.constexpr,
     MAX_LOGIT: tl.constexpr,
 ):
-    """Replace sigmoid(z) by sigmoid(scale * z + bias) and keep z.
+    """Replace sigmoid(z) by its calibrated value and keep z.
 
     Grid: (row blocks,).
     """
@@ -66,7 +74,7 @@ def _calibrate_confidences_kernel(
     # Rows that only pad a graph have no slot; what they get is never read.
     has_slot = (slots >= 0) & (slots < num_slots)
     temperature = tl.load(temperature_ptr + slots, mask=has_slot, other=0.0)
-    table = tl.where(temperature > 0.0, 2, 0) * max_steps
+    table = tl.where(temperature > 0.0, 3, 0) * max_steps
     mask = is_row[:, None] & (steps < num_steps)[None, :]
     at = probs_ptr + rows[:, None] * probs_stride + steps[None, :]
     probs = tl.load(at, mask=mask, other=0.5)
@@ -77,7 +85,9 @@ def _calibrate_confidences_kernel(
     cells = calibration_ptr + table[:, None] + steps[None, :]
     scale = tl.load(cells, mask=mask, other=1.0)
     bias = tl.load(cells + max_steps, mask=mask, other=0.0)
-    tl.store(at, sigmoid(scale * logits + bias), mask=mask)
+    bend = tl.load(cells + 2 * max_steps, mask=mask, other=0.0)
+    u = scale * logits + bias
+    tl.store(at, sigmoid(u + bend * bend_term(u)), mask=mask)
     tl.store(logits_ptr + rows[:, None] * max_steps + steps[None, :], logits, mask=mask)
 
 
@@ -97,8 +107,8 @@ def calibrate_confidences(
         slots: Batch row to request slot, -1 for padding; may be strided. Shape [R],
             int64.
         temperature: Sampling temperature by slot; 0 is greedy. Shape [S], float32.
-        calibration: By class (greedy, sampled): scales, then biases. Shape
-            [2, 2, K], float32, contiguous.
+        calibration: By class (greedy, sampled): scales, biases, bends. Shape
+            [2, 3, K], float32, contiguous.
         probs_out: Confidences as the head gives them; calibrated on return. NaN
             stays NaN. Shape [R, d <= K], float32, rows may be strided.
         logits_out: Their logits before calibration, clipped to +-13.8. Shape

@@ -117,9 +117,12 @@ def calibrate_confidences_reference(
             logit = torch.logit(prob, eps=1e-6).clamp(
                 -sts_fit.MAX_LOGIT, sts_fit.MAX_LOGIT
             )
-            scale, bias = calibration[group, :, step]
+            scale, bias, bend = calibration[group, :, step]
             logits_out[row, step] = logit
-            probs_out[row, step] = torch.sigmoid(scale * logit + bias)
+            # In float64, where the hyperbolic cosine of any u is finite.
+            u = (scale * logit + bias).double()
+            calibrated = u + 2.0 * bend * torch.log(torch.cosh(0.5 * u))
+            probs_out[row, step] = torch.sigmoid(calibrated)
 
 
 def observe_drafts_reference(

@@ -160,26 +160,25 @@ def fit_limit(rows: GradedRows) -> np.ndarray:
     return fitted
 
 
-def ece_of_truth(rows: GradedRows, survival: np.ndarray, seed: int) -> np.ndarray:
-    """Return the cumulative ECE of survivals that are true: what chance leaves.
+def draw_outcomes(
+    rows: GradedRows, survival: np.ndarray, rng: np.random.Generator
+) -> GradedRows:
+    """Return the rows with outcomes drawn from survivals, as if these were true.
 
     Args:
-        rows: Rows whose depths are kept; their outcomes are not looked at.
-        survival: Survivals that outcomes are drawn from. Shape [N, K].
-        seed: Of the outcomes.
-
-    Returns:
-        Mean of several draws. Shape [K], float64.
+        rows: Rows whose logits and depths are kept.
+        survival: Shape [N, K].
+        rng: Of the outcomes.
     """
-    rng = np.random.default_rng(seed)
-    found = []
-    for _ in range(4):
-        # One number a row, compared with falling survivals: nested prefixes.
-        survived = rng.random((len(survival), 1)) < survival
-        accepted = np.minimum(survived.sum(axis=1), rows.verified)
-        drawn = GradedRows(rows.logits, accepted, rows.verified)
-        found.append(by_position(expected_calibration_error, survival, drawn))
-    return np.mean(found, axis=0)
+    # One number a row, compared with falling survivals: nested prefixes.
+    survived = rng.random((len(survival), 1)) < survival
+    accepted = np.minimum(survived.sum(axis=1), rows.verified)
+    return GradedRows(rows.logits, accepted, rows.verified)
+
+
+def cumulative_ece(rows: GradedRows, survival: np.ndarray) -> np.ndarray:
+    """Return the cumulative ECE of survivals by position. Shape [K], float64."""
+    return by_position(expected_calibration_error, survival, rows)
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def measure(rows: GradedRows, calibration: np.ndarray) -> Figures:
         logits = calibrated_logits(rows.logits[reached, k], calibration[:, k])
         own[k] = auroc(sigmoid(logits), rows.accepted[reached] > k)
     return Figures(
-        by_position(expected_calibration_error, survival, rows),
+        cumulative_ece(rows, survival),
         by_position(brier_score, survival, rows),
         by_position(auroc, survival, rows),
         own,

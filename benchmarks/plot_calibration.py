@@ -9,10 +9,12 @@ graded drafts of some requests, and the others are measured: cumulative ECE (15 
 Brier score and AUROC by position, greedy and sampled apart. All figures are means of
 --draws random splits of the requests. Beside ``before`` and ``after`` stand ``limit``,
 the calibration fitted to the measured rows themselves, which is the best that its
-family can do for this head, and ``truth``, survivals whose outcomes were drawn from
-them: what chance leaves of an ECE on so many rows. With --costs (the records of a sweep
-on a GPU) also the regret of the budget: how much less a plan by these survivals is
-worth than one by true ones, taken from the limit of the undistorted head.
+family can do for this head, ``truth``, survivals whose outcomes were drawn from them
+(what chance leaves of an ECE on so many rows), and ``ideal``, what ``after`` is for a
+head whose error is of the fitted family, all outcomes drawn so. With --costs (the
+records of a sweep on a GPU) also the regret of the budget: how much less a plan by
+these survivals is worth than one by true ones, taken from the limit of the undistorted
+head.
 """
 
 import argparse
@@ -72,8 +74,14 @@ class Split:
         seen, measured = cal.split(requests, seed)
         self.seen = cal.in_turns(seen, stride=cal.ROW_STRIDE)
         self.measured = cal.in_turns(measured)
-        self.num_drafts, self.seed = num_drafts, seed
-        self.truth = survival_probs(self.measured.logits, cal.fit_limit(self.measured))
+        self.num_drafts = num_drafts
+        limit = cal.fit_limit(self.measured)
+        self.truth = survival_probs(self.measured.logits, limit)
+        rng = np.random.default_rng(seed)
+        self.ideal_seen = cal.draw_outcomes(
+            self.seen, survival_probs(self.seen.logits, limit), rng
+        )
+        self.ideal_measured = cal.draw_outcomes(self.measured, self.truth, rng)
 
     def tables(self, distortion: str) -> tuple[GradedRows, dict[str, np.ndarray]]:
         """Return the measured rows of a distorted head, and each arm's calibration."""
@@ -90,8 +98,11 @@ class Split:
     ) -> dict[tuple[str, str], np.ndarray]:
         """Return the figures of one distortion by arm and metric."""
         rows, tables = self.tables(distortion)
+        ideal_seen = cal.distort(self.ideal_seen, *cal.DISTORTIONS[distortion])
+        ideal = survival_probs(rows.logits, cal.fit_online(ideal_seen, self.num_drafts))
         found = {
-            ("truth", "ece"): cal.ece_of_truth(self.measured, self.truth, self.seed)
+            ("truth", "ece"): cal.cumulative_ece(self.ideal_measured, self.truth),
+            ("ideal", "ece"): cal.cumulative_ece(self.ideal_measured, ideal),
         }
         for arm, table in tables.items():
             figures = cal.measure(rows, table)

@@ -71,7 +71,9 @@ def test_true_survivals_measure_what_chance_leaves():
     found = []
     for rows in (few, many):
         survival = survival_probs(rows.logits, calibration.identity(K))
-        found.append(calibration.ece_of_truth(rows, survival, seed=0))
+        drawn = calibration.draw_outcomes(rows, survival, np.random.default_rng(0))
+        assert (drawn.accepted <= rows.verified).all()
+        found.append(calibration.cumulative_ece(drawn, survival))
     assert (found[0] > 0.015).all() and (found[1] < 0.008).all()
 
 
@@ -125,7 +127,7 @@ def test_plot_and_records_come_from_the_record_alone(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     cases = {(x["case"]["class"], x["case"]["distortion"], x["arm"]) for x in lines}
-    arms = {"before", "after", "limit", "truth"}
+    arms = {"before", "after", "limit", "truth", "ideal"}
     assert len(cases) == 2 * len(calibration.DISTORTIONS) * len(arms)
     assert {case[2] for case in cases} == arms
     assert "x 2.5" in capsys.readouterr().out

@@ -132,6 +132,32 @@ def test_unusable_file_is_refused(tmp_path, content, problem):
     assert problem in refusal(str(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (
+            '{"sps_curve": [[1, 9], [2, 8]], %s, "sps_curve": [[1, 1]]}',
+            "sps_curve",
+        ),
+        ('{"sps_curve": [[1, 9], [2, 8]], %s, "draft_ms": {"7": [1], "7": [2]}}', "7"),
+    ],
+)
+def test_a_key_that_stands_twice_in_a_file_is_named(tmp_path, content, key):
+    path = tmp_path / "curve.json"
+    path.write_text(content % '"schema": "vllm-dspark-sps-curve", "version": 1')
+    text = refusal(str(path))
+    assert f"the file has the key '{key}' more than once" in text
+    assert "curve.json" in text
+
+
+def test_equal_keys_of_different_objects_are_no_duplicates(tmp_path):
+    path = tmp_path / "curve.json"
+    document = {"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve": CURVE}
+    extra = {"a": {"version": 1}, "b": [{"a": 1}, {"a": 2}]}
+    path.write_text(json.dumps(document | extra))
+    assert load_sps_curve(path).document == document | extra
+
+
 def test_largest_allowed_file_is_read(tmp_path):
     text = json.dumps(CURVE)
     path = tmp_path / "curve.json"

@@ -249,6 +249,19 @@ def read_sps_curve(value: Any, origin: str = "inline") -> SpsCurveInput:
     return SpsCurveInput(points, dict(value), origin)
 
 
+class _DuplicateKey(Exception):
+    """A key that stands twice in one object; JSON readers keep only the last."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKey(repr(key))
+        found[key] = value
+    return found
+
+
 def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
     """Read a steps-per-second curve from a JSON file of at most 8 MiB.
 
@@ -257,7 +270,7 @@ def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
 
     Raises:
         DSparkCapacityConfigError: Missing, unreadable, not a regular file, too
-            large, not JSON, or not a valid curve.
+            large, not JSON, a key twice in an object, or not a valid curve.
     """
     shown = os.fspath(path)
     full = os.path.expanduser(shown)
@@ -274,7 +287,11 @@ def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
             shown, shown, f"the file is larger than {MAX_CURVE_FILE_BYTES} bytes"
         )
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_unique_keys)
+    except _DuplicateKey as e:
+        raise _curve_error(
+            shown, shown, f"the file has the key {e} more than once in an object"
+        ) from e
     # RecursionError: brackets nested thousands deep.
     except (ValueError, RecursionError) as e:
         raise _curve_error(shown, shown, f"the file is not JSON ({e})") from e

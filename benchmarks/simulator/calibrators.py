@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
     GradedRows,
-    clamp_logits,
+    calibrated_logits,
     fit_calibration,
     sigmoid,
 )
@@ -69,9 +69,8 @@ class HostOnlineSTS:
     """
 
     def __init__(self, temperature: float, num_steps: int):
-        self._prior = np.stack(
-            [np.full(num_steps, 1.0 / temperature), np.zeros(num_steps)]
-        )
+        scales, nothing = np.full(num_steps, 1.0 / temperature), np.zeros(num_steps)
+        self._prior = np.stack([scales, nothing, nothing])
         self.calibration = self._prior
         self._rows = GradedRows(
             np.zeros((0, num_steps)), np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -81,8 +80,7 @@ class HostOnlineSTS:
 
     def apply(self, logits: np.ndarray) -> np.ndarray:
         """Return probabilities, then refit if it is time, as the device does."""
-        scale, bias = self.calibration
-        probs = sigmoid(scale * clamp_logits(logits) + bias)
+        probs = sigmoid(calibrated_logits(logits, self.calibration))
         if self._fit_is_due:
             self._fit_is_due = False
             self.calibration = fit_calibration(

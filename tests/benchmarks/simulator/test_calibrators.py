@@ -13,7 +13,10 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
     FIT_INTERVAL,
     MAX_ROWS_PER_STEP,
 )
-from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import sigmoid
+from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
+    calibrated_logits,
+    sigmoid,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import RING_ROWS
 
 K = 3
@@ -40,12 +43,14 @@ def test_a_fit_is_due_after_the_interval_and_acts_on_the_round_after_the_next():
 
 def test_it_undoes_a_scale_and_starts_from_the_temperature():
     sts = HostOnlineSTS(2.0, K)
-    np.testing.assert_allclose(sts.calibration, [[0.5] * K, [0.0] * K])
+    np.testing.assert_allclose(sts.calibration, [[0.5] * K, [0.0] * K, [0.0] * K])
     for seed in range(8):
         observe_rounds(sts, scale=2.5, seed=seed)
         sts.apply(np.zeros((1, K)))
-    np.testing.assert_allclose(sts.calibration[0], 1.0 / 2.5, atol=0.08)
-    np.testing.assert_allclose(sts.calibration[1], 0.0, atol=0.2)
+    true = np.array([-1.5, 0.0, 1.0, 2.5])[:, None] * np.ones(K)
+    learned = sigmoid(calibrated_logits(2.5 * true, sts.calibration))
+    np.testing.assert_allclose(learned, sigmoid(true), atol=0.07)
+    assert abs(sigmoid(2.5 * true) - sigmoid(true)).max() > 0.15, "premise"
 
 
 def test_large_batches_are_sampled_in_turn_and_the_ring_is_bounded():
@@ -84,5 +89,5 @@ def test_calibrated_capacity_wins_back_most_of_what_a_shift_costs(shift):
     assert isinstance(fixed, FixedTemperature) and isinstance(sts, HostOnlineSTS)
     assert len(sts._rows.accepted) > 500, "premise: rows were graded"
     _, true = simulate(0.0)
-    assert misled < 0.97 * true
+    assert misled < 0.985 * true
     assert learned > 0.98 * true

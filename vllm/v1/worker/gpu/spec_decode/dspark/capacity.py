@@ -19,6 +19,7 @@ Invariants (pinned by tests):
 """
 
 import struct
+from collections.abc import Callable
 
 import torch
 import triton
@@ -27,10 +28,10 @@ import triton.language as tl
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import (
     MAX_ADMISSION_REQS,
     MAX_ADMISSION_STEPS,
+    check_admission,
     check_budget,
     check_scalars,
     check_slots,
-    check_tensors,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
     admit_drafts_reference,
@@ -43,6 +44,9 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
 # product then needs no communication) up to the 32 warps of one thread block.
 _ROW_BLOCK_WARPS = {64: 2, 256: 8, 1024: 32, MAX_ADMISSION_REQS: 32}
 _STEP_BLOCKS = (8, MAX_ADMISSION_STEPS)
+
+# What all implementations look like: the parameters of ``admit_drafts``.
+AdmitDrafts = Callable[..., None]
 
 _RUNTIME_ARGS = (
     "confidence_stride",
@@ -276,12 +280,11 @@ def admit_drafts(
     """
     inputs = (idx_mapping, scheduled_drafts, num_non_draft_tokens)
     outputs = (capacities_out, cu_num_logits_out, query_start_loc_out)
-    check_tensors(confidence_probs, inputs, outputs)
-    check_budget(draft_budget)
+    draft_budget = check_admission(
+        confidence_probs, inputs, outputs, draft_budget, num_bonus_tokens, min_survival
+    )
     num_reqs = idx_mapping.shape[0]
     num_slots, num_steps = confidence_probs.shape
-    draft_budget = max(int(draft_budget), 0)
-    check_scalars(num_reqs, num_steps, draft_budget, num_bonus_tokens, min_survival)
     if not runs_admission_kernel(confidence_probs.device):
         admit_drafts_reference(
             confidence_probs,
@@ -319,6 +322,8 @@ def assign_capacities(
     idx_mapping: torch.Tensor,
     scheduled_drafts: torch.Tensor,
     draft_budget: int,
+    *,
+    admit: AdmitDrafts = admit_drafts,
 ) -> torch.Tensor:
     """Return how many drafts of each row to verify, by current survival.
 
@@ -331,6 +336,7 @@ def assign_capacities(
             synchronisation: a row outside [0, S) then counts as padding.
         scheduled_drafts: Drafts that may be admitted. Shape [R], int32.
         draft_budget: Most drafts to admit over the batch.
+        admit: Implementation: ``admit_drafts`` or another with its parameters.
 
     Returns:
         Capacities. Shape [R], int32, on the device of the inputs; 0 for padding.
@@ -345,7 +351,7 @@ def assign_capacities(
     num_offsets = num_reqs + 1
     scratch = scheduled_drafts.new_empty(num_reqs + 2 * num_offsets)
     capacities, *offsets = scratch.split([num_reqs, num_offsets, num_offsets])
-    admit_drafts(
+    admit(
         confidence_probs,
         idx_mapping,
         scheduled_drafts,
@@ -373,6 +379,7 @@ def warm_up(
     num_steps: int,
     device: torch.device,
     idx_dtype: torch.dtype = torch.int64,
+    admit: AdmitDrafts = admit_drafts,
 ) -> None:
     """Compile every variant that batches up to ``max_num_reqs`` can reach.
 
@@ -384,6 +391,7 @@ def warm_up(
         num_steps: K of the confidences, at most 16.
         device: Where the engine's tensors live.
         idx_dtype: dtype of ``idx_mapping``: int64 (the V2 runner's) or int32.
+        admit: Implementation that will serve; a native one loads its code here.
 
     Raises:
         ValueError: A size is beyond what the kernel takes.
@@ -397,6 +405,7 @@ def warm_up(
             torch.zeros(num_reqs, dtype=idx_dtype, device=device),
             counts,
             num_reqs // 2,
+            admit=admit,
         )
 
 

@@ -22,6 +22,44 @@ _VECTOR_NAMES = (
 )
 
 
+def check_admission(
+    confidence_probs: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    outputs: tuple[torch.Tensor, ...],
+    draft_budget: int,
+    num_bonus_tokens: int,
+    min_survival: float,
+) -> int:
+    """Check all that an implementation of ``admit_drafts`` is given.
+
+    Args:
+        confidence_probs: As for :func:`check_tensors`.
+        inputs: As for :func:`check_tensors`.
+        outputs: As for :func:`check_tensors`.
+        draft_budget: Most drafts to admit; below 0 counts as 0.
+        num_bonus_tokens: Logits of each row beyond its drafts.
+        min_survival: Least survival that is admitted, a probability.
+
+    Returns:
+        The budget, at least 0.
+
+    Raises:
+        TypeError: The budget is no integer.
+        ValueError: Anything else is not as documented; the message names it.
+    """
+    check_tensors(confidence_probs, inputs, outputs)
+    check_budget(draft_budget)
+    draft_budget = max(int(draft_budget), 0)
+    check_scalars(
+        inputs[0].shape[0],
+        confidence_probs.shape[1],
+        draft_budget,
+        num_bonus_tokens,
+        min_survival,
+    )
+    return draft_budget
+
+
 def check_scalars(
     num_reqs: int,
     num_steps: int,

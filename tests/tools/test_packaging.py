@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: additive, complete, refused where it would overwrite vLLM."""
+"""The wheel: additive, complete, refused where it would overwrite vLLM.
+
+With a C++ compiler it holds the native operator and says so in its tag; without one
+it is pure.
+"""
 
 import configparser
+import gzip
+import os
 import shutil
 import subprocess
 import sys
@@ -15,14 +21,35 @@ from vllm.plugins.dspark_capacity.checks import SUPPORTED_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vllm", "vllm_dspark_triton_cpu")
-BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE")
+BUILD_FILES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"),
+    *("README.md", "CMakeLists.txt"),
+)
+LIBRARY = "vllm/_dspark_C.abi3.so"
 WRITTEN_LATER = "vllm/config/dspark_written_later.py"
+NO_TOOLS = {**os.environ, "PATH": ""}  # neither CMake nor a compiler
+NO_NVCC = {**os.environ, "CUDACXX": "/no/nvcc"}
+needs_tools = pytest.mark.skipif(
+    not (shutil.which("cmake") and shutil.which("c++")),
+    reason="needs CMake and a C++ compiler, to build the native operator",
+)
 
 
-def pip(*args, cwd):
+def pip(*args, cwd, env=None):
     return subprocess.run(
         [sys.executable, "-m", "pip", *args, "--no-deps", "--no-build-isolation"],
         cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+
+
+def build_in_place(tree, env):
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=tree,
+        env=env,
         capture_output=True,
         text=True,
     )
@@ -39,20 +66,46 @@ def build_py(tree):
 
 
 def copy_tree(target: Path) -> Path:
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in (*PACKAGES, "packaging", "tools"):
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in (*PACKAGES, "packaging", "tools", "csrc"):
         shutil.copytree(ROOT / name, target / name, ignore=ignore)
-    for name in (*BUILD_FILES, "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target / name)
+    for name in BUILD_FILES:
+        shutil.copy(ROOT / name, target / name)
     return target
 
 
-def build(tree: Path) -> Path:
-    done = pip("wheel", ".", "-w", "dist", cwd=tree)
+def build(tree: Path, env=None) -> tuple[Path, str]:
+    """Return the wheel and what its build printed."""
+    shutil.rmtree(tree / "dist", ignore_errors=True)
+    done = pip("wheel", ".", "-v", "-w", "dist", cwd=tree, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
-    return wheel
+    return wheel, done.stdout + done.stderr
+
+
+def tags(wheel: Path) -> str:
+    """Return the tags of the file name, after checking that the metadata agree."""
+    _, _, found = wheel.stem.split("-", 2)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/WHEEL"))
+        text = archive.read(name).decode()
+    assert f"Tag: {found}" in text
+    is_pure = found.endswith("none-any")
+    assert f"Root-Is-Purelib: {str(is_pure).lower()}" in text
+    return found
+
+
+def install(wheel: Path, target: Path) -> set[str]:
+    """Install the wheel; return its files, without byte code and metadata."""
+    done = pip("install", str(wheel), "--target", str(target), cwd=target)
+    assert done.returncode == 0, done.stderr
+    return {
+        path.relative_to(target).as_posix()
+        for path in target.rglob("*")
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and ".dist-info" not in path.relative_to(target).parts[0]
+    }
 
 
 def sources(tree: Path) -> set[str]:
@@ -70,7 +123,8 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(tree):
-    return build(tree)
+    """A pure wheel."""
+    return build(tree, NO_TOOLS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +141,70 @@ def test_there_is_a_list_for_every_supported_release(upstream):
 def test_clean_install_holds_exactly_the_additive_files(
     wheel, tree, upstream, tmp_path
 ):
-    done = pip("install", str(wheel), "--target", str(tmp_path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    installed = {
-        path.relative_to(tmp_path).as_posix()
-        for path in tmp_path.rglob("*")
-        if path.is_file()
-        and "__pycache__" not in path.parts
-        and ".dist-info" not in path.relative_to(tmp_path).parts[0]
-    }
+    installed = install(wheel, tmp_path)
     assert installed == sources(tree)
     for label, paths in upstream.items():
         assert not installed.intersection(paths), label
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_the_log_says_why(tmp_path):
+    wheel, log = build(copy_tree(tmp_path), NO_TOOLS)
+    assert tags(wheel) == "py3-none-any"
+    assert 'building extension "vllm._dspark_C" failed: cmake cannot be run' in log
+
+
+@needs_tools
+def test_with_a_compiler_the_wheel_holds_the_operator_and_its_tag_says_so(tmp_path):
+    tree = copy_tree(tmp_path / "tree")
+    wheel, log = build(tree, NO_NVCC)
+    assert "no working nvcc: the operator is built for CPUs only" in log
+    python, abi, platform = tags(wheel).split("-")
+    assert (python, abi) == ("cp310", "abi3") and platform.startswith("linux_")
+    site = tmp_path / "site"
+    site.mkdir()
+    assert install(wheel, site) == sources(tree) | {LIBRARY}
+    code = (
+        f"import torch; torch.ops.load_library({str(site / LIBRARY)!r}); "
+        "print(torch.ops._dspark_C.admit_drafts.default)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "_dspark_C.admit_drafts.default", done.stderr
+    # The next wheel of the same tree does not inherit it.
+    assert (tree / "build").exists(), "premise: what was built is still there"
+    wheel, _ = build(tree, NO_TOOLS)
+    assert tags(wheel) == "py3-none-any"
+    with zipfile.ZipFile(wheel) as archive:
+        assert LIBRARY not in archive.namelist()
+
+
+@needs_tools
+def test_code_that_does_not_compile_costs_the_operator_and_not_the_wheel(tmp_path):
+    tree = copy_tree(tmp_path)
+    (tree / "csrc/admission_cpu.cpp").write_text("#error broken on purpose\n")
+    wheel, log = build(tree, NO_NVCC)
+    assert tags(wheel) == "py3-none-any"
+    assert "broken on purpose" in log
+    # Asked for by name, it is an error.
+    done = build_in_place(tree, NO_NVCC)
+    assert done.returncode != 0
+    assert "broken on purpose" in done.stdout + done.stderr
+    assert not (tree / LIBRARY).exists()
+
+
+def test_operator_that_is_asked_for_and_cannot_be_built_is_an_error(tree):
+    done = build_in_place(tree, NO_TOOLS)
+    assert done.returncode != 0
+    assert "cmake cannot be run" in done.stderr and "install it" in done.stderr
+
+
+def test_library_that_upstream_ships_as_well_is_refused(tmp_path):
+    tree = copy_tree(tmp_path)
+    lists = tree / "packaging/upstream_paths"
+    with gzip.open(lists / "vllm-9.9.9.txt.gz", "wt") as file:
+        file.write(f"{LIBRARY}\n")
+    done = build_py(tree)
+    assert done.returncode != 0
+    assert f"{LIBRARY} (in vllm-9.9.9)" in done.stdout + done.stderr
 
 
 def test_no_init_file_where_upstream_has_the_directory(upstream, tree):
@@ -149,10 +255,9 @@ def test_build_without_lists_is_refused(tmp_path):
 
 def test_file_that_was_deleted_is_not_in_the_next_wheel(tmp_path):
     tree = copy_tree(tmp_path)
-    built = tree / "build/lib" / WRITTEN_LATER
     (tree / WRITTEN_LATER).write_text("")
     assert build_py(tree).returncode == 0
-    assert built.exists(), "premise"
+    (built,) = tree.glob(f"build/lib*/{WRITTEN_LATER}")
     (tree / WRITTEN_LATER).unlink()
     assert build_py(tree).returncode == 0
     assert not built.exists()

@@ -55,6 +55,7 @@ def test_empty_variable_means_its_default(name):
         ("VLLM_DSPARK_STS_LOG_INTERVAL", "often"),
         ("VLLM_DSPARK_TP_CHECK", "3"),
         ("VLLM_DSPARK_CPU_REHEARSAL", "on"),
+        ("VLLM_DSPARK_ADMISSION_OP", "Triton"),
     ],
 )
 def test_bad_variable_names_itself_value_and_way_out(name, text):
@@ -68,6 +69,13 @@ def test_bad_variable_names_itself_value_and_way_out(name, text):
 def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest():
     with pytest.raises(DSparkCapacityConfigError, match="'VLLM_DSPARK_TP_CHECK'"):
         DSparkCapacityEnv.from_environ({"VLLM_DSPARK_TPCHECK": "1"})
+
+
+def test_admission_op_is_triton_unless_native_is_asked_for():
+    assert NO_ENV.admission_op == "triton"
+    for op in ("triton", "native"):
+        env = DSparkCapacityEnv.from_environ({"VLLM_DSPARK_ADMISSION_OP": op})
+        assert env.admission_op == op
 
 
 def test_profile_options_are_read_and_checked():

@@ -2,12 +2,19 @@
 """Small builders and runners for the tests of draft admission.
 
 Tests run on one device: the GPU where there is one (compiled kernel), else the CPU
-(Triton's interpreter, which tests/conftest.py turns on).
+(Triton's interpreter, which tests/conftest.py turns on; the native operator's CPU
+form, and its CUDA kernel with fibers for threads).
 """
 
+import shutil
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
 import torch
 
-from vllm.v1.worker.gpu.spec_decode.dspark.capacity import admit_drafts
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_native import admit_drafts_native
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import AdmissionInputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,5 +57,40 @@ def run(function, inputs, budget, *, max_reqs=None, **options):
     return [out.tolist() for out in outs]
 
 
-def admitted(inputs, budget, **options):
+def admitted(admit_drafts, inputs, budget, **options):
     return run(admit_drafts, inputs, budget, **options)[0][: len(inputs.idx_mapping)]
+
+
+def build_emulated_operators(directory):
+    """Compile csrc/'s CUDA kernel for the CPU; return its operators."""
+    if DEVICE.type != "cpu":
+        pytest.skip("the GPU runs the CUDA kernel itself")
+    if not (compiler := shutil.which("g++")):
+        pytest.skip("needs g++, to compile the CUDA kernel for the CPU")
+    source = Path(__file__).parent / "emulated_cuda" / "library.cpp"
+    library = directory / "emulated.so"
+    torch_directory = Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-w"),
+            # Its operators beside those of the real library.
+            *("-fvisibility=hidden", "-D_dspark_C=dspark_emulated"),
+            "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
+            *("-I", source.parent, "-isystem", torch_directory / "include"),
+            *(source, "-Wl,--no-as-needed", torch_directory / "lib" / "libtorch.so"),
+            *("-o", library),
+        ],
+        check=True,
+    )
+    torch.ops.load_library(library)
+    return torch.ops.dspark_emulated
+
+
+def emulated(operators):
+    """Return the native launcher with other operators behind it."""
+
+    def admit_drafts(*args, **kwargs):
+        with mock.patch.object(torch.ops, "_dspark_C", operators, create=True):
+            admit_drafts_native(*args, **kwargs)
+
+    return admit_drafts

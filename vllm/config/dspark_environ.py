@@ -55,6 +55,15 @@ def _read_seconds(name: str, text: str) -> float:
         ) from None
 
 
+def _read_choice(*allowed: str) -> Callable[[str, str], str]:
+    def read(name: str, text: str) -> str:
+        if text not in allowed:
+            raise _bad_variable(name, text, " or ".join(map(repr, allowed)))
+        return text
+
+    return read
+
+
 def _read_sizes(name: str, text: str) -> tuple[int, ...]:
     read = _read_int(1)
     try:
@@ -101,6 +110,9 @@ class DSparkCapacityEnv:
     profile_sizes: tuple[int, ...] = ()
     """VLLM_DSPARK_PROFILE_SIZES, comma-separated requests >= 1 at which every depth
     is timed. Empty: spread over the captured sizes."""
+    admission_op: str = "triton"
+    """VLLM_DSPARK_ADMISSION_OP: what ranks drafts, ``triton`` or ``native`` (the
+    library that setup.py builds where there is a compiler)."""
     given: frozenset[str] = frozenset()
     """Names of the fields whose variable was set."""
 
@@ -166,6 +178,7 @@ class DSparkCapacityEnv:
 
 DYNAMIC_DEPTH_VARIABLE = "VLLM_DSPARK_DYNAMIC_DRAFT_DEPTH"
 MIN_DEPTH_VARIABLE = "VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH"
+ADMISSION_OP_VARIABLE = "VLLM_DSPARK_ADMISSION_OP"
 REHEARSAL_VARIABLE = "VLLM_DSPARK_CPU_REHEARSAL"
 # Variable -> (field, reader).
 VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
@@ -182,5 +195,6 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "VLLM_DSPARK_PROFILE_REPEATS": ("profile_repeats", _read_int(1, 10_000)),
     "VLLM_DSPARK_PROFILE_WARMUP": ("profile_warmup", _read_int(0, 10_000)),
     "VLLM_DSPARK_PROFILE_SIZES": ("profile_sizes", _read_sizes),
+    ADMISSION_OP_VARIABLE: ("admission_op", _read_choice("triton", "native")),
     REHEARSAL_VARIABLE: ("cpu_rehearsal", _read_bool),
 }

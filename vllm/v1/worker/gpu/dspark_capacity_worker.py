@@ -5,15 +5,18 @@ Named as ``parallel_config.worker_cls`` by the speculative config when a capacit
 is set, so stock deployments never import it.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm.config.dspark_capacity import DSparkCapacityConfig
+from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.config.dspark_values import bad_value
 from vllm.logger import init_logger
 from vllm.plugins.dspark_capacity.seam import Scope
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_native import pick_admission
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_cache import prepare_directory
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -56,13 +59,16 @@ def make_capacity_model_runner(
 
     Raises:
         SeamError: This vLLM does not fit the seam table; nothing was changed.
-        DSparkCapacityConfigError: The cost cache cannot be written to.
+        DSparkCapacityConfigError: The cost cache cannot be written to, or the
+            admission operator that is selected cannot run here.
     """
     from vllm.plugins.dspark_capacity.seams import install
 
     install(Scope.WORKER)
     config = vllm_config.speculative_config.capacity_config
     cache_directory = prepare_cost_cache(config)
+    # Here, before any weight is loaded; the capacity manager picks it again.
+    pick_admission(DSparkCapacityEnv.from_environ(os.environ).admission_op, device)
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
         DSparkCapacityModelRunner,
     )

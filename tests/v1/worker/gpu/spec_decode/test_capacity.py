@@ -79,7 +79,7 @@ class Calls(list):
 @pytest.fixture
 def launches(monkeypatch):
     calls = Calls()
-    monkeypatch.setattr(module, "admit_drafts", calls)
+    monkeypatch.setattr(module, "pick_admission", lambda *args: calls)
     return calls
 
 
@@ -254,6 +254,25 @@ def test_budget_zero_masks_every_draft():
     trimming_step(manager, batch, 1.0)
     mask = manager.invalid_drafts(make_input_batch(batch))
     assert mask.tolist() == [False, True, True] * 2
+
+
+def test_the_picked_admission_is_what_is_warmed_and_what_serves(monkeypatch):
+    picked, calls = [], Calls()
+
+    def pick(admission_op, device):
+        picked.append((admission_op, device))
+        return calls
+
+    monkeypatch.setattr(module, "pick_admission", pick)
+    manager = build(MaskCapacityManager, env=make_env(ADMISSION_OP="native"))
+    assert picked == [("native", DEVICE)]
+    manager.finish_start_up()
+    num_warmed = len(calls)
+    assert num_warmed
+    batch = make_batch([K, K])
+    trimming_step(manager, batch, 0.5)
+    manager.invalid_drafts(make_input_batch(batch))
+    assert len(calls) == num_warmed + 1
 
 
 def test_start_up_warms_the_kernel_before_capacity_may_run(monkeypatch):

@@ -46,9 +46,10 @@ from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.dspark.capacity import admit_drafts, warm_up
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity import warm_up
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_log import CapacityLog
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_native import pick_admission
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileOptions
 from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import StepCorrector
@@ -121,6 +122,7 @@ class CapacityManager:
         self._log: CapacityLog | None = None
         if env.log_interval_s and self._tp_group.rank_in_group == 0:
             self._log = CapacityLog(env.log_interval_s)
+        self._admit_drafts = pick_admission(env.admission_op, device)
         self.capacities = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2 * max_reqs, dtype=torch.int32, device=device)
         # Depth to begin with at each load, for the scheduler.
@@ -146,6 +148,7 @@ class CapacityManager:
             self.req_states.num_speculative_steps,
             self.req_states.device,
             idx_dtype=torch.int64,
+            admit=self._admit_drafts,
         )
         self.costs.finish()
         if self.costs.measured:
@@ -208,7 +211,7 @@ class CapacityManager:
         non_drafts = self._batch.num_scheduled_tokens - drafts
         counts = self._counts[: 2 * num_reqs]
         async_tensor_h2d(np.concatenate((drafts, non_drafts)), out=counts)
-        admit_drafts(
+        self._admit_drafts(
             self.mirror.probs,
             idx_mapping,
             counts[:num_reqs],

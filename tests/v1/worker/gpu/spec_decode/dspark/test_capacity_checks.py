@@ -9,8 +9,6 @@ from tests.helpers.admission import DEVICE
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import (
     MAX_ADMISSION_REQS,
     MAX_ADMISSION_STEPS,
-    admit_drafts,
-    assign_capacities,
     warm_up,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import check_slots
@@ -41,7 +39,7 @@ INT32 = torch.ones(4, dtype=torch.int32)
         ({"min_survival": float("nan")}, "min_survival is nan"),
     ],
 )
-def test_bad_input_is_named(change, words):
+def test_bad_input_is_named(admit_drafts, change, words):
     arguments = vars(make_admission_inputs(4, 3)) | {
         "draft_budget": 2,
         "num_bonus_tokens": 1,
@@ -66,7 +64,7 @@ def test_sizes_beyond_the_kernel_are_refused_at_start_up(num_reqs, num_steps, wo
         warm_up(num_reqs, num_steps, DEVICE)
 
 
-def _assign(slots=(0, 1), budget=2, dtype=torch.int64):
+def _assign(assign_capacities, slots=(0, 1), budget=2, dtype=torch.int64):
     idx_mapping = torch.tensor(slots, dtype=dtype)
     scheduled = torch.full((len(slots),), 3, dtype=torch.int32)
     return assign_capacities(torch.ones(2, 3), idx_mapping, scheduled, budget)
@@ -74,16 +72,16 @@ def _assign(slots=(0, 1), budget=2, dtype=torch.int64):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("slot", [2, -2, 2**31 - 1])
-def test_a_slot_out_of_range_is_named_on_the_cpu(slot, dtype):
+def test_a_slot_out_of_range_is_named_on_the_cpu(assign_capacities, slot, dtype):
     with pytest.raises(IndexError) as caught:
-        _assign((0, slot), dtype=dtype)
+        _assign(assign_capacities, (0, slot), dtype=dtype)
     text = str(caught.value)
     assert f"idx_mapping[1] is {slot}" in text
     assert "0 to 1 is allowed" in text and "pass the slot" in text
 
 
-def test_padding_and_the_last_slot_are_in_range():
-    assert _assign((-1, 1, 0), budget=6).tolist() == [0, 3, 3]
+def test_padding_and_the_last_slot_are_in_range(assign_capacities):
+    assert _assign(assign_capacities, (-1, 1, 0), budget=6).tolist() == [0, 3, 3]
 
 
 def test_slots_on_a_device_are_not_read():
@@ -92,12 +90,16 @@ def test_slots_on_a_device_are_not_read():
 
 
 @pytest.mark.parametrize("budget", [2.0, True, None, "2", torch.tensor(2)])
-def test_a_budget_that_is_no_integer_is_named(budget):
+def test_a_budget_that_is_no_integer_is_named(assign_capacities, budget):
     with pytest.raises(TypeError) as caught:
-        _assign(budget=budget)
+        _assign(assign_capacities, budget=budget)
     text = str(caught.value)
     assert f"draft_budget is {budget!r}" in text and "use int(...)" in text
 
 
-def test_a_numpy_integer_is_a_budget():
-    assert _assign(budget=np.int32(3)).tolist() == _assign(budget=3).tolist() == [2, 1]
+def test_a_numpy_integer_is_a_budget(assign_capacities):
+    assert (
+        _assign(assign_capacities, budget=np.int32(3)).tolist()
+        == _assign(assign_capacities, budget=3).tolist()
+        == [2, 1]
+    )

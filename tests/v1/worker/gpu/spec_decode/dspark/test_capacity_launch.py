@@ -12,7 +12,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from tests.helpers.admission import DEVICE, on_device, run
 from vllm.v1.worker.gpu.spec_decode.dspark import capacity
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import (
-    admit_drafts,
     admit_drafts_reference,
     assign_capacities,
     warm_up,
@@ -50,7 +49,7 @@ def test_admission_is_one_launch_and_no_torch_operation(monkeypatch):
     tensors = on_device(make_admission_inputs(33, 7))
     outs = [torch.empty(64, dtype=torch.int32, device=DEVICE) for _ in range(3)]
     with CountedTorch() as operations:
-        admit_drafts(
+        capacity.admit_drafts(
             *tensors,
             50,
             num_bonus_tokens=1,
@@ -157,14 +156,14 @@ def test_serving_after_warm_up_compiles_nothing(monkeypatch):
         inputs = make_admission_inputs(num_reqs, num_steps)
         for budget in (0, 1, 16, 17, inputs.num_drafts):
             for fill_budget in (False, True):
-                run(admit_drafts, inputs, budget, fill_budget=fill_budget)
+                run(capacity.admit_drafts, inputs, budget, fill_budget=fill_budget)
     assert len(compiled) == 3
 
 
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("family", sorted(CONFIDENCE_FAMILIES))
-def test_graph_replay_reads_current_confidences(family):
+def test_graph_replay_reads_current_confidences(admit_drafts, family):
     first = make_admission_inputs(256, 7, family="random", seed=1)
     second = make_admission_inputs(256, 7, family=family, seed=2)
     tensors = on_device(first)
@@ -172,7 +171,7 @@ def test_graph_replay_reads_current_confidences(family):
     names = ("capacities_out", "cu_num_logits_out", "query_start_loc_out")
     options = dict(zip(names, outs, strict=True))
     options |= {"num_bonus_tokens": 1, "fill_budget": True}
-    warm_up(256, 7, DEVICE, idx_dtype=torch.int32)
+    warm_up(256, 7, DEVICE, idx_dtype=torch.int32, admit=admit_drafts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         admit_drafts(*tensors, 500, **options)
@@ -189,7 +188,7 @@ def test_graph_replay_reads_current_confidences(family):
 
 @gpu
 @needs_cuda
-def test_repeated_runs_are_bitwise_equal():
+def test_repeated_runs_are_bitwise_equal(admit_drafts):
     inputs = make_admission_inputs(1024, 16, family="tied")
     first = run(admit_drafts, inputs, 5000, fill_budget=True)
     assert all(

@@ -5,6 +5,8 @@
 #   * A machine with a GPU whose python3 has the GPU release of vLLM: that one, as is.
 #   * Else .venv with the CPU release and the test and bench extras. The first run
 #     installs (minutes); a stamp lets later runs skip to the linking (< 1 s).
+# Where there are CMake and a C++ compiler, the native operator is built in the checkout
+# (about 20 s once, again when its sources change); without them its tests are skipped.
 # BASE_PYTHON names the interpreter to build .venv from (default: python3.11, python3).
 
 stage() { printf 'setup: %s\n' "$*"; }
@@ -78,6 +80,21 @@ build_venv() {
     remove_broken_media_packages
 }
 
+build_native() {
+    local library=vllm/_dspark_C.abi3.so stamp=build/.native log=build/native.log wanted
+    wanted=$(cat CMakeLists.txt setup.py csrc/* | sha256sum)
+    if [ -f $library ] && [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then return; fi
+    mkdir -p build
+    # An old library must not pass for one of these sources.
+    rm -f $library
+    if "$PYTHON" setup.py -q build_ext --inplace >$log 2>&1; then
+        printf '%s\n' "$wanted" >$stamp
+        stage "native operator built"
+    else
+        stage "no native operator, which is optional: $(grep -m 1 '^error:' $log) ($log)"
+    fi
+}
+
 setup_env() {
     local stamp=.venv/.dspark-env wanted linked
     if has_gpu_vllm; then
@@ -90,6 +107,7 @@ setup_env() {
             printf '%s\n' "$wanted" >"$stamp"
         fi
     fi
+    build_native
     linked=$("$PYTHON" tools/link_overlay.py) || return 1
     stage "$linked"
     export PYTHON

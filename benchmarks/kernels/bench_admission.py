@@ -5,6 +5,7 @@
 
 Arms, each from the two count vectors of a step to capacities and both offsets:
   kernel    our launch alone
+  native    the native operator alone (left out, with the reason, where it cannot run)
   ours      one staging copy, our launch
   upstream  two staging copies, upstream's torch.compile'd ranking, two cumulative
             sums, three fills (the device operations of its reallocate_drafts)
@@ -17,7 +18,10 @@ Metrics, all with a hot L2 cache and after warm-up:
   host      Python time to launch one step, queue never full
   latency   from the call to the end of the work, synchronised each time
 
-Every arm is checked before it is timed: ours equals the reference on all value
+With --device cpu there is one metric, host: the whole call of native and of reference,
+the two that are not interpreted. It says nothing about a GPU.
+
+Every arm is checked before it is timed: ours equal the reference on all value
 families; the others admit as many drafts and obey the row limits.
 """
 
@@ -30,7 +34,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.v1.worker.gpu.spec_decode.dspark import capacity
+from vllm.v1.worker.gpu.spec_decode.dspark.capacity_native import (
+    admit_drafts_native,
+    load_native,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
     CONFIDENCE_FAMILIES,
     AdmissionInputs,
@@ -50,7 +59,8 @@ from benchmarks.arguments import (  # noqa: E402
 from benchmarks.common import Record, append_records, interleave, print_table  # noqa: E402
 
 BENCH = "admission"
-ARMS = ("kernel", "ours", "upstream", "eager")
+ARMS = ("kernel", "native", "ours", "upstream", "eager")
+CPU_ARMS = ("native", "reference")
 OUTPUTS = ("capacities_out", "cu_num_logits_out", "query_start_loc_out")
 ENGINE_REQS = 1024  # max_num_seqs of the engine that is imitated
 STEPS_PER_REPLAY = 20
@@ -81,8 +91,8 @@ class Case:
             for name in OUTPUTS
         }
 
-    def run_kernel(self) -> None:
-        capacity.admit_drafts(
+    def run_kernel(self, admit: capacity.AdmitDrafts = capacity.admit_drafts) -> None:
+        admit(
             self.probs,
             self.slots,
             *self.staged,
@@ -165,12 +175,27 @@ def make_arms(case: Case, names: list[str]) -> dict[str, Callable[[], None]]:
         elif name.startswith("w"):
             arms[name] = lambda warps=int(name[1:]): case.run_with_warps(warps)
         else:
-            arms[name] = {"kernel": case.run_kernel, "ours": case.run_ours}[name]
+            arms[name] = {
+                "kernel": case.run_kernel,
+                "native": lambda: case.run_kernel(admit_drafts_native),
+                "reference": lambda: case.run_kernel(admit_drafts_reference),
+                "ours": case.run_ours,
+            }[name]
     return arms
 
 
-def check_all_families(device: str) -> int:
-    """Check our launch on every family, edge budgets and sizes; return the count."""
+def is_native_ready(device: str) -> bool:
+    """Load the native operator; say why where that is not possible."""
+    try:
+        load_native(torch.device(device))
+    except DSparkCapacityConfigError as e:
+        print(f"No native arm. {e}", file=sys.stderr)
+        return False
+    return True
+
+
+def check_all_families(device: str, names: list[str]) -> int:
+    """Check our arms on every family, edge budgets and sizes; return the count."""
     num_checks = 0
     shapes = ((1, 1), (3, 7), (64, 5), (65, 7), (256, 16), (1024, 16), (4096, 8))
     for num_reqs, num_steps in tqdm(shapes, desc="checking", file=sys.stderr):
@@ -181,8 +206,9 @@ def check_all_families(device: str) -> int:
             total = inputs.num_drafts
             for budget in sorted({0, 1, total // 3, total - 1, total}):
                 case = Case(inputs, budget, device)
-                case.check("kernel", case.run_kernel)
-                num_checks += 1
+                for name, run in make_arms(case, names).items():
+                    case.check(name, run)
+                    num_checks += 1
     return num_checks
 
 
@@ -209,15 +235,17 @@ def time_device(arms: dict[str, Callable[[], None]], rounds: int):
 
 def time_calls(arms: dict[str, Callable[[], None]], rounds: int, *, wait_each: bool):
     """Return {arm: microseconds per call}, waiting for the device or not."""
+    on_gpu = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
 
     def measure(name: str) -> float:
         run = arms[name]
-        torch.cuda.synchronize()
+        wait()
         begin = time.perf_counter()
         for _ in range(CALLS_PER_SAMPLE):
             run()
             if wait_each:
-                torch.cuda.synchronize()
+                wait()
         return (time.perf_counter() - begin) * 1e6 / CALLS_PER_SAMPLE
 
     return interleave(list(arms), rounds, measure)
@@ -229,11 +257,10 @@ def bench_case(case: Case, labels: dict, names: list[str], args) -> list[Record]
         case.check(name, run)
         for _ in range(3):
             run()
-    timings = {
-        "device": time_device(arms, args.rounds),
-        "host": time_calls(arms, args.rounds, wait_each=False),
-        "latency": time_calls(arms, args.rounds, wait_each=True),
-    }
+    timings = {"host": time_calls(arms, args.rounds, wait_each=False)}
+    if args.device == "cuda":
+        timings["device"] = time_device(arms, args.rounds)
+        timings["latency"] = time_calls(arms, args.rounds, wait_each=True)
     return [
         Record(BENCH, labels, arm, metric, "us", samples, seed=args.seed)
         for metric, by_arm in timings.items()
@@ -276,15 +303,23 @@ def main() -> int:
     args = parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
-            "No CUDA device: nothing to time. --device cpu checks the kernel on the "
-            "CPU (with TRITON_INTERPRET=1; else the reference checks itself).",
+            "No CUDA device. --device cpu checks our arms on the CPU (the kernel with "
+            "TRITON_INTERPRET=1; else the reference checks itself) and times native "
+            "there.",
             file=sys.stderr,
         )
         return 2
-    print(f"{check_all_families(args.device)} admissions equal the reference.")
-    if args.device == "cpu":
-        return 0
+    has_native = is_native_ready(args.device)
+    checked = ["kernel", "native"] if has_native else ["kernel"]
+    num_checks = check_all_families(args.device, checked)
+    print(f"{num_checks} admissions ({', '.join(checked)}) equal the reference.")
     names = args.arms + [f"w{n}" for n in args.sweep_warps]
+    if args.device == "cpu":
+        names = list(CPU_ARMS)
+    if not has_native:
+        names = [name for name in names if name != "native"]
+        if args.device == "cpu" or not names:
+            return 0
     cases = [
         (num_reqs, num_steps, family)
         for num_steps in args.num_steps
@@ -302,7 +337,9 @@ def main() -> int:
         if args.out:
             append_records(args.out, new)
         records += new
-    print_table(records, title="Draft admission, us: median (IQR)", baseline="upstream")
+    title = f"Draft admission on {args.device}, us: median (IQR)"
+    baseline = "reference" if args.device == "cpu" else "upstream"
+    print_table(records, title=title, baseline=baseline)
     return 0
 
 

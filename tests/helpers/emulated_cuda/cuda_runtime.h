@@ -64,11 +64,14 @@ struct Block {
 
   int size() const { return static_cast<int>(fibers.size()); }
 
-  void yield() {
+  // Goes on with another fiber of `count` from `first` on that has not ended.
+  void yield(int first, int count, int stride) {
     Fiber& from = fibers[current];
-    for (int i = 0; i < size(); ++i) {
-      current = (current + stride) % size();
-      if (!fibers[current].done) {
+    int next = current - first;
+    for (int i = 0; i < count; ++i) {
+      next = (next + stride) % count;
+      if (!fibers[first + next].done) {
+        current = first + next;
         if (&fibers[current] != &from) {
           swapcontext(&from.context, &fibers[current].context);
         }
@@ -78,13 +81,20 @@ struct Block {
     swapcontext(&from.context, &host);
   }
 
-  void wait(Barrier& barrier, int num_threads) {
+  // A warp waits among its own lanes, so it runs ahead of the others to the next
+  // barrier of the block.
+  void wait(Barrier& barrier, int first, int count, int stride) {
     const int round = barrier.round;
-    if (++barrier.num_waiting == num_threads) {
+    if (++barrier.num_waiting == count) {
       barrier.num_waiting = 0;
       ++barrier.round;
     }
-    while (barrier.round == round) yield();
+    while (barrier.round == round) yield(first, count, stride);
+  }
+
+  void wait_for_all() { wait(all, 0, size(), stride); }
+  void wait_for_warp() {
+    wait(warps[current / kWarp], current / kWarp * kWarp, kWarp, 1);
   }
 };
 
@@ -93,7 +103,7 @@ inline Block* block = nullptr;
 inline void run_fiber() {
   block->program();
   block->fibers[block->current].done = true;
-  block->yield();
+  block->yield(0, block->size(), block->stride);
 }
 
 // Shows `value` to the warp and returns what `read` makes of all lanes' values.
@@ -102,9 +112,9 @@ T exchange(unsigned mask, T value, Read read) {
   if (mask != 0xffffffffu) std::abort();
   const int thread = block->current, first = thread / kWarp * kWarp;
   block->values[thread] = value;
-  block->wait(block->warps[thread / kWarp], kWarp);
+  block->wait_for_warp();
   const T result = static_cast<T>(read(&block->values[first], thread - first));
-  block->wait(block->warps[thread / kWarp], kWarp);
+  block->wait_for_warp();
   return result;
 }
 
@@ -118,7 +128,7 @@ struct ThreadIndex {
 
 inline emulated::ThreadIndex threadIdx;
 
-inline void __syncthreads() { emulated::block->wait(emulated::block->all, emulated::block->size()); }
+inline void __syncthreads() { emulated::block->wait_for_all(); }
 
 inline int32_t __reduce_add_sync(unsigned mask, int32_t value) {
   return emulated::exchange(mask, value, [](const int64_t* values, int) {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.capacity_cases import DEVICE
 from vllm.v1.worker.gpu.spec_decode.dspark import confidence_mirror as module
+from vllm.v1.worker.gpu.spec_decode.dspark import host_copies
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
     PRIOR_CONFIDENCE,
@@ -167,7 +168,7 @@ def test_prior_follows_what_landed_and_weighs_by_reach():
     for _ in range(1000):
         publish(mirror, [[0.0, 0.1, 0.1]] * S)
         mirror.land()
-    assert mirror._prior_confidence[1] == pytest.approx(PRIOR_CONFIDENCE, abs=1e-3)
+    assert mirror._prior.confidence[1] == pytest.approx(PRIOR_CONFIDENCE, abs=1e-3)
 
 
 def test_nan_counts_as_certain_and_is_reported(monkeypatch):
@@ -398,7 +399,7 @@ def test_time_of_a_round_is_from_the_end_of_the_last(timed):
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces CUDA events by a clock")
 def test_a_pause_in_publishing_is_no_step(monkeypatch, timed):
     # So many that the last end is not overwritten by then.
-    monkeypatch.setattr(module, "_RING_SIZE", 9)
+    monkeypatch.setattr(host_copies, "_RING_SIZE", 9)
     mirror, times = make_mirror(), timed[1]
     mirror.on_step_time = timed[0].on_step_time
     for _ in range(3):

@@ -11,17 +11,12 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
   * A copy that lands after its slot was given to another request is dropped.
 """
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu.async_utils import stream
+from vllm.v1.worker.gpu.spec_decode.dspark.host_copies import HostCopies, HostCopy
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
     Round,
     SurvivalHistory,
@@ -29,20 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
 
 logger = init_logger(__name__)
 
-# Rounds in flight: one per step that may be queued, and one being written.
-_RING_SIZE = 3
 
-
-@dataclass(slots=True)
-class _Copy:
-    """One device-to-host copy in flight."""
-
-    buffer: CpuGpuBuffer
-    event: torch.cuda.Event
-    round: Round
-
-
-class ConfidenceMirror(SurvivalHistory):
+class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
     """Keeps the two views in step. Per step: land, read, publish;
     restart after steps that did not publish.
 
@@ -59,22 +42,11 @@ class ConfidenceMirror(SurvivalHistory):
     def __init__(
         self, max_num_reqs: int, num_speculative_steps: int, device: torch.device
     ):
-        super().__init__(max_num_reqs, num_speculative_steps)
         shape = (max_num_reqs, num_speculative_steps)
-        self.device = device
+        SurvivalHistory.__init__(self, *shape)
+        HostCopies.__init__(self, shape, torch.float32, device)
         self.probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._copy_stream = torch.cuda.Stream(device)
-        self._free = deque(
-            (
-                CpuGpuBuffer(*shape, dtype=torch.float32, device=device),
-                torch.cuda.Event(blocking=True, enable_timing=True),
-            )
-            for _ in range(_RING_SIZE)
-        )
-        self._in_flight: deque[_Copy] = deque()
-        # Receives (serial, ms) between the ends of two publications; None: untimed.
-        self.on_step_time: Callable[[int, float], None] | None = None
-        self._landed: _Copy | None = None
         self.num_nan_rows = 0
 
     def reset_slot(self, slot: int, *, publishing: bool) -> None:
@@ -90,30 +62,12 @@ class ConfidenceMirror(SurvivalHistory):
             self.probs[slot].zero_()
 
     def land(self) -> None:
-        """Take in every round but the latest, waiting for its copy.
-
-        The wait is on an event, never a poll: ranks that polled could see
-        different rounds and choose different budgets.
-        """
-        while len(self._in_flight) > 1:
-            copy = self._in_flight.popleft()
-            with gpu_sync_allowed():
-                copy.event.synchronize()
-            self._time(copy)
+        """Take in every round but the latest, waiting for its copy."""
+        for copy in self._landed_copies():
             self.take_in(copy.round, self._read(copy))
-            self._free.append((copy.buffer, copy.event))
         self.release()
 
-    def _time(self, copy: _Copy) -> None:
-        """Report the time from the last publication's end to this one's."""
-        # The last one's event is free by now, but the next publication has yet to
-        # take it: events are reused in order.
-        last, self._landed = self._landed, copy
-        if self.on_step_time is not None and last is not None:
-            ms = last.event.elapsed_time(copy.event)
-            self.on_step_time(copy.round.serial, ms)
-
-    def _read(self, copy: _Copy) -> np.ndarray:
+    def _read(self, copy: HostCopy[Round]) -> np.ndarray:
         probs = copy.buffer.np[copy.round.slots]
         nan = np.isnan(probs[:, : copy.round.draft_depth])
         if nan.any():
@@ -152,23 +106,15 @@ class ConfidenceMirror(SurvivalHistory):
         self.probs[idx_mapping] = probs[: slots.shape[0]]
         if not self._free:
             self.land()
-        buffer, event = self._free.popleft()
-        if self._landed is not None and self._landed.event is event:
-            # Two publications without landing: the last end is about to be lost.
-            self._landed = None
+        buffer, event = self._take_buffer()
         self._copy_stream.wait_stream(main_stream)
         with stream(self._copy_stream, main_stream):
             buffer.cpu.copy_(self.probs, non_blocking=True)
             event.record()
         published = self.begin_round(slots, draft_depth)
-        self._in_flight.append(_Copy(buffer, event, published))
+        self._start(buffer, event, published.serial, published)
 
     def restart(self) -> None:
         """Begin publishing after steps that did not publish; see the base class."""
-        # Unread copies need no wait: the copy stream is in order, so a reused
-        # buffer is written after them, and nothing reads them any more.
-        while self._in_flight:
-            copy = self._in_flight.popleft()
-            self._free.append((copy.buffer, copy.event))
-        self._landed = None
+        self._drop_copies()
         super().restart()

@@ -52,6 +52,50 @@ class Round:
         return replace(self, slots=self.slots[rows], generations=self.generations[rows])
 
 
+class AcceptancePrior:
+    """What is expected of a draft that nothing is known about but its position.
+
+    A decayed mean over rounds, per position, of those that got there.
+
+    Args:
+        num_speculative_steps: Logical depth K.
+
+    Attributes:
+        confidence: P(draft k accepted given that all before it were). Shape [K],
+            float32.
+        survival: Its running product. Shape [K], float32.
+    """
+
+    def __init__(self, num_speculative_steps: int):
+        self._weight = np.full(num_speculative_steps, PRIOR_WEIGHT)
+        self._sum = self._weight * PRIOR_CONFIDENCE
+        self._update()
+
+    def learn(
+        self, reach: np.ndarray, confidence: np.ndarray, *, num_reqs: int
+    ) -> None:
+        """Move towards the mean of some rows; part of a round counts as that part.
+
+        Args:
+            reach: P(all drafts before k accepted), or whether they were. Shape
+                [N, d], bool or float32.
+            confidence: P(draft k accepted) given that, or whether it was. Shape
+                [N, d], bool or float32.
+            num_reqs: Requests of the whole round, >= 1.
+        """
+        depth = reach.shape[1]
+        decay = PRIOR_DECAY ** (len(reach) / num_reqs)
+        weight, total = self._weight[:depth], self._sum[:depth]
+        weight[:] = decay * weight + reach.sum(axis=0) / num_reqs
+        total[:] = decay * total + (reach * confidence).sum(0) / num_reqs
+        self._update()
+
+    def _update(self) -> None:
+        confidence = self._sum / np.maximum(self._weight, 1e-6)
+        self.confidence = confidence.astype(np.float32)
+        self.survival = np.cumprod(self.confidence, dtype=np.float32)
+
+
 class SurvivalHistory:
     """Survivals one round old. Per step: ``release``, read, ``begin_round``; at any
     time ``take_in`` a round that has landed.
@@ -61,8 +105,6 @@ class SurvivalHistory:
         num_speculative_steps: Logical depth K.
 
     Attributes:
-        prior: Survivals assumed where none has landed, from the decayed mean of
-            what has. Shape [K], float32.
         serial: Number of the latest round, counted alike on every rank.
     """
 
@@ -70,14 +112,17 @@ class SurvivalHistory:
         shape = (max_num_reqs, num_speculative_steps)
         self.serial = 0
         self._survival = np.zeros(shape, dtype=np.float32)
-        self._prior_weight = np.full(num_speculative_steps, PRIOR_WEIGHT)
-        self._prior_sum = self._prior_weight * PRIOR_CONFIDENCE
-        self._update_prior()
+        self._prior = AcceptancePrior(num_speculative_steps)
         self._fresh = np.zeros(max_num_reqs, dtype=bool)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._drafted = np.zeros(max_num_reqs, dtype=bool)
         self._last_serial = np.zeros(max_num_reqs, dtype=np.int64)
         self._held: list[tuple[Round, np.ndarray]] = []
+
+    @property
+    def prior(self) -> np.ndarray:
+        """Survivals assumed where none has landed. Shape [K], float32."""
+        return self._prior.survival
 
     def reset_slot(self, slot: int, *, publishing: bool) -> None:
         """Forget a slot that was given to a new request.
@@ -159,7 +204,7 @@ class SurvivalHistory:
             )
         )
         depth = done.draft_depth
-        seen[:, depth:] = self._prior_confidence[depth:]
+        seen[:, depth:] = self._prior.confidence[depth:]
         survival = np.cumprod(seen, axis=1, dtype=np.float32)
         self._learn_prior(done, seen, survival)
         current = current[~pending]
@@ -171,23 +216,14 @@ class SurvivalHistory:
     ) -> None:
         """Move the prior towards a round's mean confidence per position.
 
-        A request counts at a position as much as it is expected to get there, and
-        part of a round counts as that part.
+        A request counts at a position as much as it is expected to get there.
         """
-        depth, num_reqs = landed.draft_depth, max(landed.num_reqs, 1)
+        depth = landed.draft_depth
         reach = np.concatenate(
             (np.ones_like(survival[:, :1]), survival[:, : depth - 1]), axis=1
         )[:, :depth]
-        decay = PRIOR_DECAY ** (len(survival) / num_reqs)
-        weight, total = self._prior_weight[:depth], self._prior_sum[:depth]
-        weight[:] = decay * weight + reach.sum(axis=0) / num_reqs
-        total[:] = decay * total + (reach * probs[:, :depth]).sum(0) / num_reqs
-        self._update_prior()
-
-    def _update_prior(self) -> None:
-        confidence = self._prior_sum / np.maximum(self._prior_weight, 1e-6)
-        self._prior_confidence = confidence.astype(np.float32)
-        self.prior = np.cumprod(self._prior_confidence, dtype=np.float32)
+        num_reqs = max(landed.num_reqs, 1)
+        self._prior.learn(reach, probs[:, :depth], num_reqs=num_reqs)
 
     def restart(self) -> None:
         """Begin publishing after steps that did not publish.

@@ -260,12 +260,15 @@ def drafted_at(speculator, monkeypatch):
 
     def propose(self, *args, dummy_run, num_speculative_tokens, **kwargs):
         seen.append((self.num_speculative_steps, num_speculative_tokens))
+        return self.draft_tokens[:2]
 
     monkeypatch.setattr(DSparkSpeculator, "propose", propose)
 
     def run(**kwargs):
         seen.clear()
-        speculator.propose(**kwargs)
+        drafts = speculator.propose(**kwargs)
+        assert drafts.shape == (2, K), "the runner stores the logical width"
+        assert drafts.data_ptr() == speculator.draft_tokens.data_ptr()
         return seen[0]
 
     return run

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark speculator that really drafts d <= K positions.
+"""Block-draft speculators that really draft d <= K positions.
 
-At depth d the draft pass has d query rows, d Markov steps and d vocabulary
-projections per request, on a FULL graph captured for that depth. The logical width
-stays K: buffers keep K columns, and columns beyond d hold valid token ids that
-nothing schedules.
+At depth d the draft pass has d drafting rows, d vocabulary projections and, for
+DSpark, d Markov steps per request, on a FULL graph captured for that depth. The
+logical width stays K: buffers keep K columns, and columns beyond d hold valid token
+ids that nothing schedules.
 
 Invariants (pinned by tests/.../dspark/test_depth_speculator.py and the engine runs
 in tests/v1/worker/gpu/test_dspark_depth.py):
@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import calibration_tensor
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_kernels import calibrate_confidences
@@ -37,7 +38,7 @@ logger = init_logger(__name__)
 
 
 # vLLM 0.32 always runs the query pass; 0.33 can store the context K/V alone.
-SKIPS_QUERY_PASS = hasattr(DSparkSpeculator, "_store_hidden_states")
+SKIPS_QUERY_PASS = hasattr(DFlashSpeculator, "_store_hidden_states")
 
 
 class _CaptureAtDepth(MeteredCapture):
@@ -148,8 +149,8 @@ def _start_calibration(
     return None if start is None else calibration_tensor(start, device)
 
 
-class DepthDSparkSpeculator(DSparkSpeculator):
-    """DSpark speculator with a physical depth per step.
+class _DepthDrafting(DFlashSpeculator):
+    """What a depth changes in every block-draft speculator.
 
     Lifecycle: as its base; per step ``propose`` runs at the depth that the
     scheduler asked for.
@@ -157,31 +158,16 @@ class DepthDSparkSpeculator(DSparkSpeculator):
     Args:
         vllm_config: Config whose ``speculative_config`` has capacity keys.
         device: Device of the drafter.
-
-    Attributes:
-        calibration: Scales, biases, bends, by class; read by the captured graphs.
-            Shape [2, 3, K], float32; None where confidences stay as reported.
-        confidence_logits: Raw logits of the last drafts, written by the captured
-            graphs that calibrate. Shape [max_num_reqs, K], float32.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         full = self.num_speculative_steps
         self.draft_depths = _draft_depths(vllm_config)
-        self.calibration = _start_calibration(vllm_config, device)
-        self.confidence_logits = torch.zeros_like(self.draft_token_confidence_probs)
         # Depth of dummy runs, which carry no depth of their own (cost profiling).
         self.dummy_depth = full
         # The fill-in layout has one bonus row per request besides the drafts.
         self._extra_query_rows = self.num_query_per_req - full
-        self._full_confidence = self.draft_token_confidence_probs
-        self._full_sample_col = self.sample_col
-        self._rows_of_depth = {
-            depth: torch.arange(self.max_num_reqs, dtype=torch.int64, device=device)
-            * self.query_len(depth)
-            for depth in self.draft_depths
-        }
         self._sample_col_of_depth = {
             depth: torch.arange(depth, dtype=torch.int32, device=device).repeat(
                 self.max_num_reqs
@@ -203,24 +189,25 @@ class DepthDSparkSpeculator(DSparkSpeculator):
         Args:
             depth: Enabled depth, >= 1.
         """
-        full = self.num_speculative_steps
-        if depth == full:
+        if depth == self.num_speculative_steps:
             yield
             return
-        anchor_idx = self._anchor_idx
-        self.num_speculative_steps = depth
-        self.num_query_per_req = self.query_len(depth)
-        self._anchor_idx = self._rows_of_depth[depth]
-        self.sample_col = self._sample_col_of_depth[depth]
-        self.draft_token_confidence_probs = self._full_confidence[:, :depth]
+        layout = self._layout_of(depth)
+        before = {name: getattr(self, name) for name in layout}
+        vars(self).update(layout)
         try:
             yield
         finally:
-            self.num_speculative_steps = full
-            self.num_query_per_req = self.query_len(full)
-            self._anchor_idx = anchor_idx
-            self.sample_col = self._full_sample_col
-            self.draft_token_confidence_probs = self._full_confidence
+            vars(self).update(before)
+
+    def _layout_of(self, depth: int) -> dict[str, Any]:
+        """Return the attributes that follow the depth, with their values there."""
+        return {
+            "num_speculative_steps": depth,
+            "num_query_per_req": self.query_len(depth),
+            "sample_col": self._sample_col_of_depth[depth],
+            "draft_tokens": self.draft_tokens[:, :depth],
+        }
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Create one graph manager that holds the graphs of every enabled depth."""
@@ -234,20 +221,6 @@ class DepthDSparkSpeculator(DSparkSpeculator):
             self.device,
             base.cudagraph_mode,
             decode_query_len=self.num_query_per_req,
-        )
-
-    def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
-        """Draft left to right, then calibrate the confidences, in the graph."""
-        super()._sample_sequential(num_reqs, head_hidden)
-        if self.calibration is None or not self.use_confidence_head:
-            return
-        depth = self.num_speculative_steps
-        calibrate_confidences(
-            self.sample_idx_mapping[: num_reqs * depth : depth],
-            self.temperature,
-            self.calibration,
-            probs_out=self.draft_token_confidence_probs[:num_reqs],
-            logits_out=self.confidence_logits,
         )
 
     def captured_num_reqs(self, depth: int) -> list[int]:
@@ -292,9 +265,61 @@ class DepthDSparkSpeculator(DSparkSpeculator):
         if depth == 0 and not SKIPS_QUERY_PASS:
             depth = min(d for d in self.draft_depths if d > 0)
         with self.at_depth(depth or self.num_speculative_steps):
-            return super().propose(
+            drafts = super().propose(
                 *args,
                 dummy_run=dummy_run,
                 num_speculative_tokens=depth,
                 **kwargs,
             )
+        return self.draft_tokens[: drafts.shape[0]]
+
+
+class DepthDFlashSpeculator(_DepthDrafting):
+    """DFlash speculator with a physical depth per step; it reports no confidences."""
+
+
+class DepthDSparkSpeculator(_DepthDrafting, DSparkSpeculator):
+    """DSpark speculator with a physical depth per step and calibrated confidences.
+
+    Args:
+        vllm_config: Config whose ``speculative_config`` has capacity keys.
+        device: Device of the drafter.
+
+    Attributes:
+        calibration: Scales, biases, bends, by class; read by the captured graphs.
+            Shape [2, 3, K], float32; None where confidences stay as reported.
+        confidence_logits: Raw logits of the last drafts, written by the captured
+            graphs that calibrate. Shape [max_num_reqs, K], float32.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.calibration = _start_calibration(vllm_config, device)
+        self.confidence_logits = torch.zeros_like(self.draft_token_confidence_probs)
+        self._rows_of_depth = {
+            depth: torch.arange(self.max_num_reqs, dtype=torch.int64, device=device)
+            * self.query_len(depth)
+            for depth in self.draft_depths
+        }
+
+    def _layout_of(self, depth: int) -> dict[str, Any]:
+        return super()._layout_of(depth) | {
+            "_anchor_idx": self._rows_of_depth[depth],
+            "draft_token_confidence_probs": self.draft_token_confidence_probs[
+                :, :depth
+            ],
+        }
+
+    def _sample_sequential(self, num_reqs: int, head_hidden: torch.Tensor) -> None:
+        """Draft left to right, then calibrate the confidences, in the graph."""
+        super()._sample_sequential(num_reqs, head_hidden)
+        if self.calibration is None or not self.use_confidence_head:
+            return
+        depth = self.num_speculative_steps
+        calibrate_confidences(
+            self.sample_idx_mapping[: num_reqs * depth : depth],
+            self.temperature,
+            self.calibration,
+            probs_out=self.draft_token_confidence_probs[:num_reqs],
+            logits_out=self.confidence_logits,
+        )

@@ -87,13 +87,74 @@ def test_v1_runner_is_refused(build, monkeypatch):
         build(**AUTO)
 
 
-def test_method_without_confidence_is_refused(build, checkpoints):
+def test_method_without_confidence_is_refused(build):
     with pytest.raises(ValueError, match="method='ngram'.*must be \"dspark\""):
         build(**AUTO, method="ngram", model=None)
-    draft = write_draft(checkpoints.root / "dflash", architectures=["DFlashDraftModel"])
-    assert build(method="dflash", model=draft).method == "dflash"
-    with pytest.raises(ValueError, match="method='dflash'"):
-        build(**AUTO, method="dflash", model=draft)
+
+
+@pytest.fixture
+def build_dflash(build, checkpoints):
+    """Return a function from keys to the config of a DFlash draft."""
+
+    def build_config(architecture="DFlashDraftModel", method="dflash", **keys):
+        draft = write_draft(
+            checkpoints.root / f"dflash-{architecture}", architectures=[architecture]
+        )
+        return build(method=method, model=draft, **keys)
+
+    return build_config
+
+
+def test_dflash_takes_the_keys_that_choose_a_depth(build_dflash, tmp_path):
+    config = build_dflash(
+        **AUTO,
+        dspark_draft_depths=[1, 3, 7],
+        dspark_sps_overhead_ms=1.0,
+        dspark_sps_cache=str(tmp_path),
+        dspark_online_sts=False,
+    )
+    assert config.capacity_enabled and not config.reports_confidences
+    assert config.enable_adaptive_verification is False, "nothing is trimmed"
+    assert config.capacity_config.resolve_depths(7) == (1, 3, 7)
+    assert config.target_parallel_config.worker_cls != "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("dspark_sps_curve", {"dspark_confidence_threshold": 0.5}),
+        ("dspark_sps_curve", {"dspark_budget_frac": 0.5}),
+        ("dspark_sps_curve", {"dspark_sps_curve": [[6, 200.0], [12, 80.0]]}),
+        (
+            "dspark_capacity_verification_mode",
+            AUTO | {"dspark_capacity_verification_mode": "mask"},
+        ),
+        (
+            "dspark_confidence_temperature",
+            AUTO | {"dspark_confidence_temperature": 2.0},
+        ),
+        ("dspark_online_sts", AUTO | {"dspark_online_sts": True}),
+        (
+            "enable_adaptive_verification",
+            AUTO | {"enable_adaptive_verification": True},
+        ),
+        ("dspark_draft_depths", AUTO | {"dspark_draft_depths": [7]}),
+        ("architectures", AUTO | {"architecture": "DFlash2DraftModel"}),
+        ("architectures", AUTO | {"architecture": "LiLiCorrDraftModel"}),
+    ],
+)
+def test_dflash_refuses_what_needs_confidences(build_dflash, name, keys):
+    with pytest.raises(ValueError) as caught:
+        build_dflash(**keys)
+    text = str(caught.value)
+    assert f"{name}=" in text and "DFlash" in text and "must be" in text
+    assert "drop the dspark_* keys" in text
+
+
+def test_dflash_that_upstream_found_out_must_be_named(build_dflash):
+    assert build_dflash(method=...).method == "dflash", "premise: by the model's path"
+    with pytest.raises(ValueError, match='set "method": "dflash"'):
+        build_dflash(**AUTO, method=...)
 
 
 def test_draft_without_confidence_head_is_refused(build, checkpoints):
@@ -138,7 +199,7 @@ def test_a_plain_model_as_draft_is_refused_by_name(build, target_args):
         build(**AUTO, model=target_args["model"])
 
 
-@pytest.mark.parametrize("method", ["dflash", "eagle"])
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
 def test_another_method_is_refused_before_upstream_looks_at_it(build, method):
     with pytest.raises(ValueError, match=f"method='{method}' does not work"):
         build(**AUTO, method=method)

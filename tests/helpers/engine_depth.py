@@ -15,6 +15,7 @@ Each served step leaves one record in ``runner.depth_log``:
   * ``scheduled``: scheduled drafts per request, in batch order.
   * ``budget``: drafts verified of those, None for all.
   * ``graphs``: replayed graphs, ``[manager, num_reqs, uniform_token_count]``.
+  * ``draft_rows``: input rows of every call of the draft model, padding included.
   * ``drafts``: ``[request id, tokens so far, draft ids]`` per request.
 """
 
@@ -39,21 +40,37 @@ def _impose(worker: Any, choose: Callable[[int, int], int]) -> None:
     runner = worker.model_runner
     capacity, log = runner.capacity, []
     num_requests = [0]
-    runner.depth_log = log
     capacity.planner._controller.update = lambda wish, num_reqs: log[-1]["reported"]
-    original_plan, original_add = capacity.plan_step, capacity.add_request
+    original_add = capacity.add_request
 
     def add_request(slot: int) -> None:
         num_requests[0] += 1
         original_add(slot)
 
-    def plan_step(batch: Any) -> Any:
+    def impose() -> dict[str, Any]:
         reported = choose(len(log), num_requests[0])
         capacity.depth_of_load = (reported,) * (runner.max_num_reqs + 1)
+        return {"reported": reported}
+
+    capacity.add_request = add_request
+    _log_plans(runner, log, impose)
+
+
+def log_depths(worker: Any) -> None:
+    """Log the steps of an engine that chooses its depths itself."""
+    _log_plans(worker.model_runner, [], dict)
+
+
+def _log_plans(runner: Any, log: list, before: Callable[[], dict[str, Any]]) -> None:
+    """Log every step, starting its record with what ``before`` returns."""
+    runner.depth_log = log
+    original_plan = runner.capacity.plan_step
+
+    def plan_step(batch: Any) -> Any:
         drafts = batch.num_draft_tokens_np
         log.append(
-            {
-                "reported": reported,
+            before()
+            | {
                 "prefilling": bool(batch.is_prefilling_np.any()),
                 "scheduled": (NO_DRAFTS if drafts is None else drafts).tolist(),
             }
@@ -62,7 +79,7 @@ def _impose(worker: Any, choose: Callable[[int, int], int]) -> None:
         log[-1]["budget"] = plan.draft_budget
         return plan
 
-    capacity.add_request, capacity.plan_step = add_request, plan_step
+    runner.capacity.plan_step = plan_step
     _log_what_ran(runner)
 
 
@@ -72,9 +89,15 @@ def _log_what_ran(runner: Any) -> None:
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     seen = [0]
     asked: dict[str, Any] = {}
+    rows: list[int] = []
+    runner.speculator.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])),
+        with_kwargs=True,
+    )
 
     def logged_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         seen[0] = len(replay_log)
+        rows.clear()
         asked["told"] = scheduler_output.num_spec_tokens_to_schedule
         asked["skips"] = getattr(scheduler_output, "skip_drafts", False)
         return execute_model(scheduler_output, *args, **kwargs)
@@ -90,6 +113,7 @@ def _log_what_ran(runner: Any) -> None:
         lengths = states.total_len.gpu[batch.idx_mapping].tolist()
         runner.depth_log[-1] |= asked | {
             "depth": depth,
+            "draft_rows": list(rows),
             "graphs": [
                 [key.manager, key.num_reqs, key.uniform_token_count]
                 for key in list(replay_log)[seen[0] :]

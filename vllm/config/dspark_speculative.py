@@ -47,6 +47,22 @@ _ENGINE_FIELDS = frozenset(
 )
 # Limits of the admission kernel; a test compares them with capacity_checks.py.
 MAX_DRAFT_TOKENS = 16
+# Drafts of method dflash that vLLM drafts with the plain DFlash speculator; the
+# others (DFlash2, XPress, LiLiCorr) choose among candidates in one of their own.
+DFLASH_ARCHITECTURES = frozenset(
+    {
+        "DFlashDraftModel",
+        "MuseGlimmerAssistantModel",
+        "DFlashMuseGlimmerAssistantModel",
+        "DFlashLagunaForCausalLM",
+    }
+)
+# What keys about confidences may say beside a draft that reports none.
+_DEPTH_ONLY_VALUES = {
+    "dspark_capacity_verification_mode": ("varlen",),
+    "dspark_confidence_temperature": (1.0,),
+    "dspark_online_sts": (None, False),
+}
 # DeepSeek's drafts have a confidence head unless they say otherwise; all other
 # DSpark drafts say so (``enable_confidence_head`` in their config.json).
 _HEAD_BY_DEFAULT = frozenset({"DSparkDraftModel", "DSparkV41DraftModel"})
@@ -103,7 +119,9 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
             _check_num_tokens(given.get("num_speculative_tokens"))
             # Normalised: depths sorted, a curve file replaced by its content.
             given.update({k: capacity.to_keys()[k] for k in ours})
-            given["enable_adaptive_verification"] = _resolve_adaptive(capacity, given)
+            if given.get("method") != "dflash":
+                adaptive = _resolve_adaptive(capacity, given)
+                given["enable_adaptive_verification"] = adaptive
         return ArgsKwargs(data.args, given)
 
     def __post_init__(self) -> None:
@@ -115,7 +133,7 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
             capacity.resolve_depths(self.num_speculative_tokens)
             capacity.start_calibration(self.num_speculative_tokens)
             _check_acceptance(self, capacity)
-            _check_draft(self)
+            _check_draft(self, capacity)
             _check_target(self)
             _take_worker(self)
             from vllm.plugins.dspark_capacity.seam import Scope
@@ -129,6 +147,11 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
         return DSparkCapacityConfig.from_keys(
             {k: getattr(self, k) for k in DSPARK_KEYS}
         )
+
+    @property
+    def reports_confidences(self) -> bool:
+        """Whether the draft says how sure it is of each token; DFlash does not."""
+        return self.method != "dflash"
 
     @property
     def capacity_enabled(self) -> bool:
@@ -216,21 +239,23 @@ def _check_num_tokens(num_tokens: Any) -> None:
 
 def _check_method(method: Any) -> None:
     """Check a method, before upstream's own checks of its architectures."""
-    if method is not None and method != "dspark":
+    if method not in (None, "dspark", "dflash"):
         _refuse(
             "method",
             method,
-            '"dspark", with a draft that has a confidence head; other methods, DFlash '
-            "included, have none",
-            "Use a DSpark draft (DFlash can use upstream's own \"enable_adaptive_"
+            '"dspark", with a draft that has a confidence head, or "dflash", whose '
+            "depth alone follows the load",
+            "Use such a draft (others can use upstream's own \"enable_adaptive_"
             'verification": true, which estimates acceptance)',
         )
 
 
-def _check_draft(spec: DSparkSpeculativeConfig) -> None:
+def _check_draft(spec: DSparkSpeculativeConfig, capacity: DSparkCapacityConfig) -> None:
     _check_method(spec.method)
     _check_num_tokens(spec.num_speculative_tokens)
-    if not has_confidence_head(spec):
+    if not spec.reports_confidences:
+        _check_depth_only(spec, capacity)
+    elif not has_confidence_head(spec):
         _refuse(
             "model",
             spec.model,
@@ -245,6 +270,51 @@ def _check_draft(spec: DSparkSpeculativeConfig) -> None:
             spec.num_speculative_tokens_per_batch_size,
             "unset, because the draft depth is chosen every step",
             "Use dspark_draft_depths to limit the depths",
+        )
+
+
+def _check_depth_only(
+    spec: DSparkSpeculativeConfig, capacity: DSparkCapacityConfig
+) -> None:
+    """Check a draft without confidences, of which only the depth can be chosen."""
+    architectures = set(spec.draft_model_config.architectures)
+    if not architectures <= DFLASH_ARCHITECTURES:
+        _refuse(
+            "architectures",
+            sorted(architectures),
+            f'one of {", ".join(sorted(DFLASH_ARCHITECTURES))} with method "dflash"',
+            "Use such a draft",
+        )
+    if spec.enable_adaptive_verification:
+        # Also where upstream found out the method, which the keys were read without.
+        _refuse(
+            "enable_adaptive_verification",
+            True,
+            "False for a DFlash draft, whose depth is chosen and which is not trimmed",
+            'Leave the key out and set "method": "dflash"',
+        )
+    if capacity.dspark_sps_curve != "auto":
+        _refuse(
+            "dspark_sps_curve",
+            spec.dspark_sps_curve,
+            '"auto" for a DFlash draft, which reports no confidences to trim by: its '
+            "depth is chosen by measured costs",
+            'Set "dspark_sps_curve": "auto" in place of a curve, threshold or fraction',
+        )
+    for name, allowed in _DEPTH_ONLY_VALUES.items():
+        if (value := getattr(capacity, name)) not in allowed:
+            _refuse(
+                name,
+                value,
+                f"{allowed[0]!r} for a DFlash draft, which reports no confidences",
+                "Leave the key out",
+            )
+    if len(capacity.dspark_draft_depths or (0, 1)) == 1:
+        _refuse(
+            "dspark_draft_depths",
+            list(capacity.dspark_draft_depths),
+            "several depths for a DFlash draft, of which only the depth is chosen",
+            "Add depths or leave the key out",
         )
 
 

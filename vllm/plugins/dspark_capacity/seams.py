@@ -157,6 +157,21 @@ _WORKER_SEAMS += (
     ),
 )
 
+_WORKER_SEAMS += (
+    Seam(
+        id="worker.dflash-speculator",
+        target=f"{_SPEC_DECODE}.dflash.speculator:DFlashSpeculator",
+        kind="subclass",
+        scope=Scope.WORKER,
+        replacement=f"{_SPEC_DECODE}.dspark.depth_speculator:DepthDFlashSpeculator",
+        parameters=("vllm_config", "device"),
+        reason="init_speculator builds it by name; upstream always drafts K positions",
+        remove_when="DFlashSpeculator.propose drafts num_speculative_tokens positions",
+        test="tests/v1/worker/gpu/test_dspark_dflash.py::"
+        "test_every_pinned_depth_gives_the_greedy_output",
+    ),
+)
+
 _FRONTEND_SEAMS: tuple[Seam, ...] = (
     Seam(
         id="frontend.stats-type",

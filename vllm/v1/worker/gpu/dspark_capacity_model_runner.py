@@ -5,7 +5,8 @@ Adds five things to the stock runner's step and changes nothing else:
   1. ``gather_batch_req_state``: plan the step, and shrink the batch if it trims.
   2. ``prepare_inputs``: lend the manager to upstream's compaction hooks, only in
      steps that trim; in every other step the runner has no manager at all.
-  3. ``sample_tokens``: publish the confidences of the new drafts.
+  3. ``sample_tokens``: publish the confidences of the new drafts, or, for drafts
+     without any, what was accepted.
   4. ``sample_tokens``: let the calibration see what became of the judged drafts.
   5. Report to the scheduler how many drafts were really verified.
 """
@@ -32,7 +33,7 @@ from vllm.v1.worker.gpu.spec_decode.capacity import (
     MaskCapacityManager,
     VarlenCapacityManager,
 )
-from vllm.v1.worker.gpu.spec_decode.capacity_factory import create_mask_manager
+from vllm.v1.worker.gpu.spec_decode.capacity_factory import create_fixed_shape_manager
 from vllm.v1.worker.gpu.spec_decode.capacity_profile import measure_sample_ms
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_key import make_cache
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import ProfileHooks
@@ -122,8 +123,10 @@ class DSparkCapacityModelRunner(GPUModelRunner):
     # -- start-up ------------------------------------------------------------
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load both models and make sure that the drafter reports confidences."""
+        """Load both models; a drafter that should report confidences must do so."""
         super().load_model(*args, **kwargs)
+        if not self.speculative_config.reports_confidences:
+            return
         speculator = self.speculator
         head = getattr(getattr(speculator.model, "model", None), "confidence_head", 0)
         if not head:
@@ -139,7 +142,7 @@ class DSparkCapacityModelRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build attention, graphs and the capacity manager."""
         super().initialize_kv_cache(*args, **kwargs)
-        self.capacity = self.adaptive_verification or create_mask_manager(self)
+        self.capacity = self.adaptive_verification or create_fixed_shape_manager(self)
         self.online_sts = make_online_sts(self)
         if not self._report_buffers:
             self._report_buffers.extend(
@@ -276,6 +279,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             self._start_report_copy()
         output = super().sample(hidden_states, input_batch, *args)
         self._num_judged = output[1], output[2]
+        if self.capacity is not None:
+            self.capacity.note_judged(*self._num_judged)
         return output
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:

@@ -21,9 +21,10 @@ from vllm.v1.worker.gpu.spec_decode.capacity import (
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.capacity_factory import (
-    create_mask_manager,
+    create_fixed_shape_manager,
     wrap_manager_factory,
 )
+from vllm.v1.worker.gpu.spec_decode.depth_capacity import DepthCapacityManager
 
 UPSTREAM = object()
 
@@ -46,6 +47,7 @@ def make_arguments(*, enabled=True):
             speculative_config=SimpleNamespace(
                 capacity_enabled=enabled,
                 capacity_config=make_config(dspark_budget_frac=0.5),
+                reports_confidences=True,
             )
         ),
     }
@@ -126,7 +128,7 @@ def make_runner(rejection_sampler):
 
 def test_mask_manager_takes_the_varlen_flags_back():
     runner = make_runner(SimpleNamespace(capacity_invalid_drafts=None))
-    manager = create_mask_manager(runner)
+    manager = create_fixed_shape_manager(runner)
     assert type(manager) is MaskCapacityManager
     assert runner.speculative_config.enable_adaptive_verification is False
     assert runner.speculator.enable_adaptive_verification is False
@@ -135,9 +137,19 @@ def test_mask_manager_takes_the_varlen_flags_back():
 
 
 @pytest.mark.parametrize("sampler", [None, SimpleNamespace()])
+def test_a_draft_without_confidences_gets_the_depth_manager(sampler):
+    runner = make_runner(sampler)  # it is told nothing, so any sampler will do
+    runner.speculative_config.reports_confidences = False
+    runner.speculative_config.capacity_config = make_config(dspark_sps_curve="auto")
+    manager = create_fixed_shape_manager(runner)
+    assert type(manager) is DepthCapacityManager
+    assert manager.req_states is runner.req_states
+
+
+@pytest.mark.parametrize("sampler", [None, SimpleNamespace()])
 def test_mask_mode_refuses_a_sampler_that_cannot_be_told(sampler):
     runner = make_runner(sampler)
     with pytest.raises(ValueError, match=re.escape(type(sampler).__name__)) as error:
-        create_mask_manager(runner)
+        create_fixed_shape_manager(runner)
     assert "'varlen'" in str(error.value)
     assert runner.speculator.enable_adaptive_verification, "nothing was changed"

@@ -46,6 +46,7 @@ from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.dspark.acceptance_mirror import AcceptanceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import warm_up
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_log import CapacityLog
@@ -95,7 +96,7 @@ class CapacityManager:
         num_steps = req_states.num_speculative_steps
         self.req_states = req_states
         self.num_bonus_tokens = num_bonus_tokens
-        self.mirror = ConfidenceMirror(max_reqs, num_steps, device)
+        self.mirror = self._make_mirror()
         self.costs = CapacityCosts(
             config,
             req_states,
@@ -130,6 +131,12 @@ class CapacityManager:
         self._plan = FIXED
         self._batch: BatchReqState | None = None
 
+    def _make_mirror(self) -> ConfidenceMirror | AcceptanceMirror:
+        states = self.req_states
+        return ConfidenceMirror(
+            states.max_num_reqs, states.num_speculative_steps, states.device
+        )
+
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         """Yield the runner's dummy batches whose timings price a step."""
         return self.costs.batches_to_profile()
@@ -143,13 +150,7 @@ class CapacityManager:
 
         Called after graph capture, so that no serving step compiles anything.
         """
-        warm_up(
-            self.req_states.max_num_reqs,
-            self.req_states.num_speculative_steps,
-            self.req_states.device,
-            idx_dtype=torch.int64,
-            admit=self._admit_drafts,
-        )
+        self._warm_up()
         self.costs.finish()
         if self.costs.measured:
             times = StepTimes(self._tp_group, self.req_states.device)
@@ -157,9 +158,29 @@ class CapacityManager:
             self.planner.corrector = StepCorrector(self.costs.step_costs, times)
         self.depth_of_load = self.planner.depth_of_load()
 
+    def _warm_up(self) -> None:
+        states = self.req_states
+        warm_up(
+            states.max_num_reqs,
+            states.num_speculative_steps,
+            states.device,
+            idx_dtype=torch.int64,
+            admit=self._admit_drafts,
+        )
+
     def add_request(self, slot: int) -> None:
         """Forget what a slot's former request drafted."""
         self.mirror.reset_slot(slot, publishing=self.planner.publishing)
+
+    def note_judged(
+        self, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> None:
+        """Take note of what the step verified; used where nothing else is known.
+
+        Args:
+            num_sampled: Tokens of each request. Shape [R], int32, device.
+            num_rejected: Its rejected drafts. Shape [R], int32, device.
+        """
 
     def plan_step(self, batch: "BatchReqState") -> StepPlan:
         """Decide how many scheduled drafts this step verifies.

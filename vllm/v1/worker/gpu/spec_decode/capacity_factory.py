@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the capacity manager: varlen where attention allows it, else mask."""
+"""Chooses the capacity manager: varlen where attention allows it, else mask; depth
+alone for drafts without confidences."""
 
 import os
 import sys
@@ -10,9 +11,11 @@ from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.capacity import (
+    CapacityManager,
     MaskCapacityManager,
     VarlenCapacityManager,
 )
+from vllm.v1.worker.gpu.spec_decode.depth_capacity import DepthCapacityManager
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (
@@ -70,8 +73,13 @@ def wrap_manager_factory(
     return maybe_create_capacity_manager
 
 
-def create_mask_manager(runner: "DSparkCapacityModelRunner") -> MaskCapacityManager:
-    """Build the mask manager and take the varlen flags back.
+def create_fixed_shape_manager(
+    runner: "DSparkCapacityModelRunner",
+) -> MaskCapacityManager | DepthCapacityManager:
+    """Build the manager of batches that keep their shape.
+
+    For drafts with confidences that is the mask manager, and the varlen flags are
+    taken back.
 
     Args:
         runner: Runner whose KV cache and samplers exist.
@@ -80,6 +88,8 @@ def create_mask_manager(runner: "DSparkCapacityModelRunner") -> MaskCapacityMana
         ValueError: The model brings a rejection sampler of its own, which cannot be
             told which drafts to reject.
     """
+    if not runner.speculative_config.reports_confidences:
+        return _build(DepthCapacityManager, runner)
     if not hasattr(runner.rejection_sampler, "capacity_invalid_drafts"):
         raise ValueError(
             "dspark_capacity_verification_mode='mask' needs vLLM's rejection sampler,"
@@ -89,7 +99,11 @@ def create_mask_manager(runner: "DSparkCapacityModelRunner") -> MaskCapacityMana
         )
     runner.speculative_config.enable_adaptive_verification = False
     runner.speculator.enable_adaptive_verification = False
-    return MaskCapacityManager(
+    return _build(MaskCapacityManager, runner)
+
+
+def _build(cls: type[CapacityManager], runner: "DSparkCapacityModelRunner") -> Any:
+    return cls(
         runner.speculative_config.capacity_config,
         DSparkCapacityEnv.from_environ(os.environ),
         req_states=runner.req_states,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm.config.dspark_speculative import DFLASH_ARCHITECTURES
 from vllm.model_executor.models import registry
 from vllm.v1.worker.gpu.spec_decode.dspark.depth_speculator import (
     DepthDSparkSpeculator,
@@ -41,6 +42,38 @@ def test_one_speculator_serves_every_dspark_family(monkeypatch):
     config = SimpleNamespace(method="dspark")
     vllm_config = SimpleNamespace(speculative_config=config)
     assert init_speculator(vllm_config, DEVICE, None) is DepthDSparkSpeculator
+
+
+def test_the_dflash_drafts_are_those_of_the_plain_speculator(monkeypatch):
+    """Each other architecture of the method has a speculator of its own."""
+    import importlib
+    from types import SimpleNamespace
+
+    from vllm.v1.worker.gpu.spec_decode import dflash, init_speculator
+
+    parent = dflash.__name__.rpartition(".")[0]
+    kinds = {
+        name: importlib.import_module(f"{parent}.{name.lower()}.speculator")
+        for name in ("DFlash", "DFlash2", "LiLiCorr")
+    }
+    for name, module in kinds.items():
+        monkeypatch.setattr(module, f"{name}Speculator", lambda *args, name=name: name)
+    names = [
+        name
+        for name in registry._SPECULATIVE_DECODING_MODELS
+        if any(kind in name for kind in ("DFlash", "LiLiCorr", "MuseGlimmer"))
+        and "XPress" not in name
+    ]
+    built = {}
+    for name in names:
+        draft = SimpleNamespace(architectures=[name])
+        config = SimpleNamespace(method="dflash", draft_model_config=draft)
+        vllm_config = SimpleNamespace(speculative_config=config)
+        built[name] = init_speculator(vllm_config, DEVICE, None)
+    assert len(set(built.values())) == 3, "premise"
+    plain = {name for name, found in built.items() if found == "DFlash"}
+    plain -= {"MuseGlimmerForCausalLM"}  # a target
+    assert plain == DFLASH_ARCHITECTURES & set(names)
 
 
 def _expected_slots(prefix: int, depth: int, table: list[int]) -> list[int]:

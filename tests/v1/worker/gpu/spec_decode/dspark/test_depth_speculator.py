@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.capacity_cases import DEVICE
+from tests.helpers.dflash_draft import write_dflash_draft
 from tests.helpers.engine import ENGINE_DEFAULTS, dspark
 from vllm.config.compilation import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash import cudagraph as dflash_cudagraph
 from vllm.v1.worker.gpu.spec_decode.dspark import depth_speculator as module
 from vllm.v1.worker.gpu.spec_decode.dspark.depth_speculator import (
     DepthCudaGraphManager,
+    DepthDFlashSpeculator,
     DepthDSparkSpeculator,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
@@ -154,6 +156,35 @@ def test_tables_of_a_depth_keep_their_address_for_captured_graphs(speculator):
             tables = (speculator._anchor_idx, speculator.sample_col)
             addresses.append([table.data_ptr() for table in tables])
     assert addresses[0] == addresses[1]
+
+
+@pytest.fixture
+def dflash_speculator(tiny_target, tiny_draft, tmp_path):
+    draft = write_dflash_draft(tiny_draft, tmp_path / "draft", causal=False)
+    config = make_config(
+        tiny_target,
+        draft,
+        method="dflash",
+        dspark_sps_curve="auto",
+        dspark_draft_depths=list(DEPTHS),
+    )
+    return DepthDFlashSpeculator(config, DEVICE)
+
+
+@pytest.mark.parametrize("depth", GRAPH_DEPTHS)
+def test_dflash_has_one_row_more_than_drafts_at_every_depth(dflash_speculator, depth):
+    speculator = dflash_speculator
+    full, before = speculator.draft_tokens, state_of(speculator)
+    with speculator.at_depth(depth):
+        assert speculator.num_speculative_steps == depth
+        assert speculator.num_query_per_req == 1 + depth
+        assert speculator.sample_col.tolist() == [*range(depth)] * MAX_NUM_SEQS
+        # Upstream assigns [R, d] to its first rows.
+        speculator.draft_tokens[:2] = torch.arange(2 * depth).view(2, depth)
+    assert full[:2, :depth].flatten().tolist() == [*range(2 * depth)]
+    assert (full[:2, depth:] == 0).all() and (full[2:] == 0).all()
+    full.zero_()
+    assert changed(before, state_of(speculator)) == []
 
 
 # ---- graphs -----------------------------------------------------------------------

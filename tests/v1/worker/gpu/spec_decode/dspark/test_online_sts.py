@@ -187,8 +187,9 @@ def test_without_an_interval_nothing_is_logged(sts, caplog):
 # ---- who calibrates ---------------------------------------------------------------
 
 
-def make_runner(*, use_online_sts=True, method="standard"):
+def make_runner(*, use_online_sts=True, method="standard", reports_confidences=True):
     config = SimpleNamespace(
+        reports_confidences=reports_confidences,
         capacity_config=SimpleNamespace(use_online_sts=use_online_sts),
         rejection_sample_method=method,
     )
@@ -206,6 +207,7 @@ def make_runner(*, use_online_sts=True, method="standard"):
         (0, {}, True),
         (0, {"method": "block"}, True),
         (0, {"use_online_sts": False}, False),
+        (0, {"reports_confidences": False}, False),
         (0, {"method": "synthetic"}, False),
         (1, {}, False),
     ],

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host copies of what every step publishes, read one step later, and step times.
 
-Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
+Invariants (pinned by tests/.../dspark/test_confidence_mirror.py and
+test_acceptance_mirror.py):
   * The host waits on events and never polls: ranks that polled could see different
     rounds and decide differently.
   * The latest copy is never landed.

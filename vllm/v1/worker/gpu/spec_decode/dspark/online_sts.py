@@ -95,7 +95,7 @@ def make_online_sts(runner: "DSparkCapacityModelRunner") -> "OnlineSTS | None":
         runner: Runner whose speculator exists.
     """
     config = runner.speculative_config
-    if not config.capacity_config.use_online_sts:
+    if not config.reports_confidences or not config.capacity_config.use_online_sts:
         return None
     if config.rejection_sample_method == "synthetic":
         logger.info_once(

@@ -19,6 +19,7 @@ import numpy as np
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.spec_decode.dspark.acceptance_mirror import AcceptanceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
@@ -85,7 +86,8 @@ class StepPlanner:
         config: The capacity keys.
         env: The operational switches.
         costs: Step costs and knee of this worker.
-        mirror: The confidences.
+        mirror: The confidences; learned acceptance for drafts without any, of which
+            all are verified and only the depth is chosen.
         num_computed_tokens: The runner's host view of each slot's context, the same
             on every rank. Shape [max_num_reqs], int32.
         num_speculative_steps: Logical depth K.
@@ -99,7 +101,7 @@ class StepPlanner:
         env: DSparkCapacityEnv,
         *,
         costs: CapacityCosts,
-        mirror: ConfidenceMirror,
+        mirror: ConfidenceMirror | AcceptanceMirror,
         num_computed_tokens: np.ndarray,
         num_speculative_steps: int,
         max_total_logits: int,
@@ -221,7 +223,7 @@ class StepPlanner:
 
     def _plan_budget(self, batch: "BatchReqState") -> StepPlan:
         drafts = batch.num_draft_tokens_np
-        if drafts is None:
+        if drafts is None or isinstance(self.mirror, AcceptanceMirror):
             return VERIFY_ALL
         num_verifying = int(np.count_nonzero(drafts))
         slots = batch.idx_mapping_np[:num_verifying]

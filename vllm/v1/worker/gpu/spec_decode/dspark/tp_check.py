@@ -36,6 +36,9 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.worker.gpu.model_runner import BatchReqState
+    from vllm.v1.worker.gpu.spec_decode.dspark.acceptance_mirror import (
+        AcceptanceMirror,
+    )
     from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import (
         ConfidenceMirror,
     )
@@ -69,7 +72,7 @@ class TensorParallelMismatchError(RuntimeError):
 def make_tp_check(
     level: int,
     group: "GroupCoordinator",
-    mirror: "ConfidenceMirror",
+    mirror: "ConfidenceMirror | AcceptanceMirror",
     max_num_reqs: int,
 ) -> "TensorParallelCheck | None":
     """Build the check that ``VLLM_DSPARK_TP_CHECK`` asks for.
@@ -111,7 +114,7 @@ class TensorParallelCheck:
     def __init__(
         self,
         group: "GroupCoordinator",
-        mirror: "ConfidenceMirror",
+        mirror: "ConfidenceMirror | AcceptanceMirror",
         max_num_reqs: int,
         *,
         dumps: bool,
@@ -219,8 +222,11 @@ class TensorParallelCheck:
         folder = self._group.broadcast_object(made, src=0)
         rank = self._group.rank_in_group
         path = Path(folder) / f"step{self._num_steps:06d}-{stage}-rank{rank}"
-        # The view that admission ranked by; publication has not changed it yet.
-        in_hand = _to_host(self._mirror.probs)[self._inputs["slots"]]
+        arrays = dict(self._inputs)
+        probs = getattr(self._mirror, "probs", None)
+        if probs is not None:  # not every draft reports confidences
+            # The view that admission ranked by; publication has not changed it yet.
+            arrays["confidence_probs"] = _to_host(probs)[arrays["slots"]]
         description = {
             "step": self._num_steps,
             "stage": stage,
@@ -233,7 +239,7 @@ class TensorParallelCheck:
         }
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)  # another host's rank
-            np.savez(f"{path}.npz", confidence_probs=in_hand, **self._inputs)
+            np.savez(f"{path}.npz", **arrays)
             Path(f"{path}.json").write_text(json.dumps(description, indent=1))
         except OSError as e:
             # The disagreement is the news; it must reach the user all the same.

@@ -51,6 +51,8 @@ def test_empty_variable_means_its_default(name):
         ("VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH", "-1"),
         ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "nan"),
         ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "-1"),
+        ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "1_0"),
+        ("VLLM_DSPARK_CAPACITY_LOG_INTERVAL", "\u0661"),
         ("VLLM_DSPARK_STS_LOG_INTERVAL", "inf"),
         ("VLLM_DSPARK_STS_LOG_INTERVAL", "often"),
         ("VLLM_DSPARK_TP_CHECK", "3"),

@@ -192,3 +192,29 @@ def test_directory_without_permission_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(values.os, "access", lambda *_: False)
     with pytest.raises(values.DSparkCapacityConfigError, match="cannot be written to"):
         values.read_directory("key", str(tmp_path / "new"), off="off")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("~nosuchuser/x", "no user 'nosuchuser'"),
+        ("/tmp/" + 300 * "x", "longer than 255 bytes"),
+        ("/tmp/\udfff\ud800", "no file system"),
+    ],
+)
+def test_directory_that_could_not_be_made_is_refused(value, problem):
+    with pytest.raises(DSparkCapacityConfigError, match=problem):
+        values.read_directory("dspark_sps_cache", value, off="off")
+
+
+@pytest.mark.parametrize("value", [10**5000, [10**5000]], ids=["bare", "listed"])
+def test_number_that_python_does_not_show_is_refused_by_name(value):
+    with pytest.raises(DSparkCapacityConfigError, match="key=<(int|list) too long"):
+        values.read_number("key", value, low=0)
+    with pytest.raises(DSparkCapacityConfigError, match="dspark_sps_curve"):
+        values.read_sps_curve([[1, 2.0], [10**5000, 1.0]])
+
+
+def test_misspelt_auto_is_recognised():
+    with pytest.raises(DSparkCapacityConfigError, match='did you mean "auto"'):
+        load_sps_curve(" AUTO")

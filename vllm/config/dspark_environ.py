@@ -48,6 +48,9 @@ def _read_int(low: int, high: int | None = None) -> Callable[[str, str], int]:
 
 def _read_seconds(name: str, text: str) -> float:
     try:
+        # float() alone would accept 1_0 and other scripts' digits.
+        if not re.fullmatch(r"[0-9.eE+-]+", text):
+            raise ValueError(text)
         return read_number(name, float(text), low=0)
     except ValueError:
         raise _bad_variable(

@@ -26,6 +26,8 @@ CURVE_VERSION = 1
 MAX_CURVE_FILE_BYTES = 1 << 23
 # Enough to recognise a value; a pasted curve must not fill the terminal.
 _MAX_SHOWN_CHARS = 120
+# Of one name in a path, on the file systems that Linux hosts have.
+_MAX_NAME_BYTES = 255
 
 
 class DSparkCapacityConfigError(ValueError):
@@ -43,7 +45,10 @@ def bad_value(
         allowed: What the key accepts, completing "must be ...".
         way_out: Imperative sentence without the full stop.
     """
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # Python shows no integer of more than 4300 digits.
+        shown = f"<{type(value).__name__} too long to show>"
     if len(shown) > _MAX_SHOWN_CHARS:
         shown = shown[:_MAX_SHOWN_CHARS] + "..."
     return DSparkCapacityConfigError(f"{name}={shown}: must be {allowed}. {way_out}.")
@@ -117,6 +122,26 @@ def read_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 _SWITCH_WORDS = ("off", "on", "auto", "true", "false", "none", "null", "0", "1")
 
 
+def _directory_problem(path: str) -> str:
+    """Return why no directory of this path exists or could be made, else nothing."""
+    if path.startswith("~"):
+        return f"there is no user {path.split('/')[0][1:]!r}"
+    try:
+        names = os.fsencode(path).split(b"/")
+    except UnicodeEncodeError:
+        return "no file system can hold this text"
+    if max(map(len, names)) > _MAX_NAME_BYTES:
+        return f"a name in it is longer than {_MAX_NAME_BYTES} bytes"
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    if not os.path.isdir(nearest):
+        return f"{nearest} is not a directory"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} cannot be written to"
+    return ""
+
+
 def read_directory(name: str, value: Any, *, off: str) -> str:
     """Return a directory that exists or could be made, or ``off``. Makes nothing.
 
@@ -133,14 +158,7 @@ def read_directory(name: str, value: Any, *, off: str) -> str:
         allowed = f'"{off}" or a directory (a switch, misspelt, is no directory)'
         way_out = f'Give "{off}", or "./{value.strip()}" for a directory of that name'
         raise bad_value(name, value, allowed=allowed, way_out=way_out)
-    nearest = os.path.abspath(os.path.expanduser(value))
-    while not os.path.lexists(nearest):
-        nearest = os.path.dirname(nearest)
-    problem = ""
-    if not os.path.isdir(nearest):
-        problem = f"{nearest} is not a directory"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        problem = f"{nearest} cannot be written to"
+    problem = _directory_problem(os.path.expanduser(value))
     if problem:
         allowed = f'"{off}" or a directory, and {problem}'
         raise bad_value(name, value, allowed=allowed, way_out=way_out)
@@ -205,7 +223,7 @@ def _read_points(value: Any, origin: str) -> tuple[tuple[int, float], ...]:
         if not is_int(tokens) or not 1 <= tokens <= MAX_CURVE_TOKENS:
             raise _curve_error(
                 origin,
-                [str(tokens)[:20], rate],
+                point,
                 f"point {i} has no token count in [1, {MAX_CURVE_TOKENS}]",
             )
         try:
@@ -276,7 +294,8 @@ def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
     full = os.path.expanduser(shown)
     # Checked before opening: a pipe or device would block for ever.
     if not os.path.isfile(full):
-        raise _curve_error("inline", shown, f"there is no file {shown!r}")
+        hint = ', did you mean "auto"?' if shown.strip().lower() == "auto" else ""
+        raise _curve_error("inline", shown, f"there is no file {shown!r}{hint}")
     try:
         with open(full, "rb") as f:
             data = f.read(MAX_CURVE_FILE_BYTES + 1)

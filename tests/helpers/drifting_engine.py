@@ -60,7 +60,7 @@ class DriftingEngine:
         """Start at depth K with tables that are right."""
         self.tables = make_tables()
         self.correction = CostCorrection(DEPTHS, MAX_REQS, MAX_REQS * (K + 1))
-        self._controller = DepthController(DEPTHS, window=8, min_depth=1)
+        self._controller = DepthController(DEPTHS, window=8)
         self._random = np.random.default_rng(0)
         self._hand = self._depth = self._wish = K
         self._step = 0

@@ -17,8 +17,8 @@ LOAD = 40  # decode requests
 WINDOW = 4
 
 
-def make_controller(depths=DEPTHS, *, window=WINDOW, min_depth=0):
-    return DepthController(depths, window=window, min_depth=min_depth)
+def make_controller(depths=DEPTHS, *, window=WINDOW):
+    return DepthController(depths, window=window)
 
 
 def fallen(depth=0, **options):
@@ -32,7 +32,6 @@ CASES = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True).flatma
     lambda depths: st.tuples(
         st.just(tuple(sorted(depths))),
         st.integers(1, 12),
-        st.integers(0, max(depths)),
         st.lists(st.tuples(st.sampled_from(depths), st.integers(0, 60)), max_size=200),
     )
 )
@@ -41,9 +40,9 @@ CASES = st.lists(st.integers(0, 12), min_size=1, max_size=8, unique=True).flatma
 @NO_DEADLINE
 @given(CASES)
 def test_depth_is_always_an_enabled_one(case):
-    depths, window, min_depth, steps = case
-    controller = make_controller(depths, window=window, min_depth=min_depth)
-    usable = {d for d in depths if d >= min_depth}
+    depths, window, steps = case
+    controller = make_controller(depths, window=window)
+    usable = set(depths)
     for wish, num_reqs in steps:
         assert controller.update(wish, num_reqs) in usable
         assert controller.depth in usable
@@ -51,12 +50,7 @@ def test_depth_is_always_an_enabled_one(case):
 
 @pytest.mark.parametrize("wish, expected", [(0, 2), (2, 2), (3, 3), (6, 5), (9, 7)])
 def test_clamp_takes_the_deepest_usable_depth_below(wish, expected):
-    assert make_controller(min_depth=2).clamp(wish) == expected
-
-
-def test_smallest_depth_above_every_enabled_one_leaves_k():
-    controller = make_controller((1, 3), min_depth=4)
-    assert controller.update(1, LOAD) == 3
+    assert make_controller((2, 3, 5, 7)).clamp(wish) == expected
 
 
 def test_falls_by_the_full_amount_once_a_whole_window_asked_for_less():

@@ -229,6 +229,13 @@ def test_depth_falls_with_hopeless_drafts_and_stays_with_good_ones():
     assert bad.num_decodes == MAX_NUM_REQS
 
 
+def test_a_listed_depth_of_zero_is_used():
+    """The variable's default of 1 is for depths that nobody listed."""
+    planner = make_planner(STEEP | {"dspark_draft_depths": [0, K]})
+    bad = steady(planner, make_batch([K] * MAX_NUM_REQS), 0.05, rounds=30)
+    assert bad.next_depth == 0
+
+
 def test_depth_is_planned_at_intervals_or_when_the_load_changed(monkeypatch):
     planner = make_planner(STEEP)
     plans = []

@@ -36,11 +36,10 @@ class DepthController:
     Args:
         depths: Enabled depths, ascending, K last.
         window: Steps that must agree before the depth falls or rises.
-        min_depth: Smallest depth to use; the nearest enabled one above it counts.
     """
 
-    def __init__(self, depths: Sequence[int], *, window: int, min_depth: int = 0):
-        self._depths = [d for d in depths if d >= min_depth] or [depths[-1]]
+    def __init__(self, depths: Sequence[int], *, window: int):
+        self._depths = list(depths)
         self._window = window
         self.reset()
 

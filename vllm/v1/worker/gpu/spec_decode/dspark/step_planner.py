@@ -123,9 +123,7 @@ class StepPlanner:
         self._controller: DepthController | None = None
         if config.mode == "curve" and len(self.depths) > 1:
             self._controller = DepthController(
-                self.depths,
-                window=env.draft_depth_window,
-                min_depth=env.min_draft_depth,
+                self.depths, window=env.draft_depth_window
             )
         self._wished_depth = num_speculative_steps
         self._steps_since_wish = DEPTH_PLAN_INTERVAL

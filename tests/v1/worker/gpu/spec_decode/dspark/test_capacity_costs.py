@@ -296,6 +296,9 @@ def test_without_varlen_graphs_no_budget_saves_time_but_depths_differ():
 # ---- a file with full tables -------------------------------------------------
 
 
+MISSPELT = object()
+
+
 def file_costs(costs, overhead_ms=0.5, **changes):
     document = json.loads(json.dumps(costs.to_json())) | changes
     return make_costs(
@@ -321,6 +324,9 @@ def test_full_tables_of_a_file_are_used_where_they_fit(monkeypatch):
     [
         ({"verify_varlen_ms": [1.0, 2.0]}, "max_num_batched_tokens"),
         ({"draft_ms": {}}, "both need the same depths"),
+        ({"verify_varlen_ms": [1.0, 10**400]}, "beyond any time"),
+        ({"num_stalled_samples": float("inf")}, "num_stalled_samples=inf"),
+        ({"draft_ms": MISSPELT}, "damaged (KeyError('draft_ms'))"),
     ],
 )
 def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
@@ -333,7 +339,10 @@ def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
     )
     measured = make_costs(AUTO)
     profile(measured)
-    given = file_costs(measured.step_costs, **change)
+    document = measured.step_costs.to_json() | change
+    if document["draft_ms"] is MISSPELT:
+        document["drfat_ms"] = document.pop("draft_ms")
+    given = make_costs({"dspark_sps_curve": document})
     given.finish()
     assert given.step_costs.whole_step and not given.measured
     [reason] = [line for line in lines if "using its points" in line]

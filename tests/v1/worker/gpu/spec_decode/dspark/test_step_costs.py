@@ -108,9 +108,9 @@ def test_sps_curve_is_the_deepest_fixed_path_in_target_tokens():
         ({"draft_ms": {2: [0.0, 1.0, 1.5]}}, "same depths"),
         ({"verify_uniform_ms": {0: [1.0, 1.0, 2.0], 2: [1.0]}}, r"uniform_ms\[2\]"),
         ({"verify_varlen_ms": []}, "verify_varlen_ms has shape"),
-        ({"verify_varlen_ms": [1.0, math.nan]}, "verify_varlen_ms must be finite"),
-        ({"verify_varlen_ms": [1.0, math.inf]}, "verify_varlen_ms must be finite"),
-        ({"verify_varlen_ms": [1.0, -1.0]}, "verify_varlen_ms must be finite"),
+        ({"verify_varlen_ms": [1.0, math.nan]}, "verify_varlen_ms must be within"),
+        ({"verify_varlen_ms": [1.0, math.inf]}, "verify_varlen_ms must be within"),
+        ({"verify_varlen_ms": [1.0, -1.0]}, "verify_varlen_ms must be within"),
         ({"overhead_ms": -1.0}, "dspark_sps_overhead_ms"),
         ({"overhead_ms": math.nan}, "dspark_sps_overhead_ms"),
     ],
@@ -174,8 +174,8 @@ def test_a_file_from_before_context_was_priced_is_read():
         ("schema", "other", "schema, version"),
         ("version", 2, "schema, version"),
         ("draft_ms", None, "damaged"),
-        ("draft_ms", {"x": [1.0]}, "invalid literal"),
-        ("overhead_ms", None, "damaged"),
+        ("draft_ms", {"x": [1.0]}, "is not a draft depth"),
+        ("overhead_ms", None, "overhead_ms=None"),
         ("verify_varlen_ms", [], "verify_varlen_ms has shape"),
     ],
 )
@@ -221,3 +221,33 @@ def test_bad_curve_points_are_refused(points):
 
 def test_curve_points_become_milliseconds():
     assert check_sps_points([[6, 200.0], [12, 80.0]]) == [(6, 5.0), (12, 12.5)]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"version": True}, "schema, version"),
+        ({"whole_step": "false"}, "whole_step='false'"),
+        ({"whole_step": 1}, "whole_step=1"),
+        ({"overhead_ms": "1.5"}, "overhead_ms='1.5'"),
+        ({"overhead_ms": True}, "overhead_ms=True"),
+        ({"overhead_ms": HUGE}, "overhead_ms"),
+        ({"overhead_ms": 1e308}, "overhead_ms"),
+        ({"num_stalled_samples": math.inf}, "num_stalled_samples=inf"),
+        ({"verify_varlen_ms": ["1", "2"]}, "verify_varlen_ms is not a list of numbers"),
+        ({"verify_varlen_ms": [1.0, True]}, "verify_varlen_ms is not a list"),
+        ({"verify_varlen_ms": [1.0, HUGE]}, "verify_varlen_ms holds an integer"),
+        ({"verify_varlen_ms": [1.0, 1.7e308]}, "verify_varlen_ms must be within"),
+        ({"draft_ms": {"0": [0.0] * 3, "02": [0.0] * 3}}, "'02' is not a draft depth"),
+        ({"draft_ms": {"": [0.0] * 3}}, "'' is not a draft depth"),
+        ({"draft_ms": {"2": None}}, "draft_ms.2. is not a list"),
+    ],
+)
+def test_a_file_is_read_strictly(changes, named):
+    written = json.loads(json.dumps(make_costs().to_json()))
+    StepCosts.from_json(written)
+    with pytest.raises(ValueError, match=named):
+        StepCosts.from_json({**written, **changes})

@@ -44,7 +44,10 @@ from vllm.v1.worker.gpu.spec_decode.dspark.sps_curve import (
     costs_from_samples,
     costs_from_sps_curve,
 )
-from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
+    TABLE_KEYS,
+    StepCosts,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDENCE
 
 if TYPE_CHECKING:
@@ -266,7 +269,8 @@ class CapacityCosts:
     def _given_costs(self, curve: SpsCurveInput) -> StepCosts:
         """Return a file's full tables where they fit, else what its points say."""
         overhead_ms = self.config.dspark_sps_overhead_ms
-        if curve.document is not None and "draft_ms" in curve.document:
+        # Any table: one with a misspelt name must not pass for a file without them.
+        if not set(TABLE_KEYS).isdisjoint(curve.document or ()):
             try:
                 costs = StepCosts.from_json(curve.document)
                 costs = costs.fitted(

@@ -3,8 +3,8 @@
 
 Everything is stored in milliseconds, because draft and verify times add and
 rates do not; steps per second are derived for display and the knee search only.
-Standard library and NumPy only. Built by :mod:`.sps_curve`, read by
-:mod:`.planner`.
+Standard library and NumPy only (besides equally pure readers of values). Built by
+:mod:`.sps_curve`, read by :mod:`.planner`.
 
 Invariants (pinned by tests/.../dspark/test_step_costs.py):
   * Every table is finite, never falls with size and cannot be written to.
@@ -19,14 +19,39 @@ from typing import Any
 
 import numpy as np
 
+from vllm.config.dspark_values import is_int, read_choice, read_number
+
 SCHEMA = "vllm-dspark-sps-curve"
 VERSION = 1
 # Keeps rates finite when a clock with coarse ticks reports 0 ms.
 MIN_VERIFY_MS = 1e-6
 _CONTEXT = ("verify_context_ms", "draft_context_ms")
 _BY_DEPTH = ("draft_ms", "verify_uniform_ms", *_CONTEXT)
+# Keys of full tables, by which a curve file says that it has some.
+TABLE_KEYS = (*_BY_DEPTH, "verify_varlen_ms")
+# No step takes so long, and sums of such times stay exact enough.
+MAX_MS = 1e9
 Points = list[tuple[int, float]]
 REPROFILE = "check dspark_sps_curve, or let 'auto' measure it again"
+
+
+def _depth(text: str) -> int:
+    """Return a depth that is a key of a JSON object, in the one way to write it."""
+    if not (text.isascii() and text.isdigit() and str(int(text[:3])) == text):
+        raise ValueError(f"{text[:20]!r} is not a draft depth; {REPROFILE}.")
+    return int(text)
+
+
+def _numbers(name: str, values: Any) -> list[float]:
+    """Return a JSON list of numbers; a bool or a string is none."""
+    if not isinstance(values, list) or not {int, float} >= set(map(type, values)):
+        raise ValueError(f"{name} is not a list of numbers; {REPROFILE}.")
+    try:
+        return [float(value) for value in values]
+    except OverflowError:
+        raise ValueError(
+            f"{name} holds an integer beyond any time; {REPROFILE}."
+        ) from None
 
 
 def _table(name: str, values: Any, num_entries: int | None, floor: float) -> np.ndarray:
@@ -37,8 +62,8 @@ def _table(name: str, values: Any, num_entries: int | None, floor: float) -> np.
             f"{name} has shape {table.shape}, expected "
             f"({num_entries or 'at least 1'},); {REPROFILE}."
         )
-    if not np.isfinite(table).all() or table.min() < 0.0:
-        raise ValueError(f"{name} must be finite and >= 0 ms; {REPROFILE}.")
+    if not np.isfinite(table).all() or table.min() < 0.0 or table.max() > MAX_MS:
+        raise ValueError(f"{name} must be within 0..{MAX_MS:g} ms; {REPROFILE}.")
     table = np.maximum.accumulate(np.maximum(table, floor))
     table.flags.writeable = False
     return table
@@ -90,9 +115,9 @@ class StepCosts:
                 f"{sorted(self.verify_uniform_ms)}; both need the same depths, at "
                 f"least one, all >= 0; {REPROFILE}."
             )
-        if not (math.isfinite(self.overhead_ms) and self.overhead_ms >= 0.0):
+        if not 0.0 <= self.overhead_ms <= MAX_MS:
             raise ValueError(
-                f"overhead_ms is {self.overhead_ms}; it must be finite and >= 0 "
+                f"overhead_ms is {self.overhead_ms}; it must be within 0..{MAX_MS:g} "
                 "(key dspark_sps_overhead_ms of --speculative-config)."
             )
         size = len(self.draft_ms[depths[0]])
@@ -231,7 +256,7 @@ class StepCosts:
         found = None
         if isinstance(data, Mapping):
             found = (data.get("schema"), data.get("version"))
-        if found != (SCHEMA, VERSION):
+        if found != (SCHEMA, VERSION) or not is_int(found[1]):
             raise ValueError(
                 f"cost file has schema, version = {found}, expected "
                 f"{(SCHEMA, VERSION)}; {REPROFILE}."
@@ -239,15 +264,22 @@ class StepCosts:
         try:
             return cls(
                 **{
-                    name: {int(d): t for d, t in data[name].items()}
+                    name: {
+                        _depth(d): _numbers(f"{name}[{d}]", t)
+                        for d, t in data[name].items()
+                    }
                     for name in _BY_DEPTH
                     # A file from before context was priced: it costs nothing there.
                     if name in data or name not in _CONTEXT
                 },
-                verify_varlen_ms=data["verify_varlen_ms"],
-                overhead_ms=float(data["overhead_ms"]),
-                whole_step=bool(data["whole_step"]),
-                num_stalled_samples=int(data["num_stalled_samples"]),
+                verify_varlen_ms=_numbers("verify_varlen_ms", data["verify_varlen_ms"]),
+                overhead_ms=read_number("overhead_ms", data["overhead_ms"], low=0.0),
+                whole_step=read_choice("whole_step", data["whole_step"], (True, False)),
+                num_stalled_samples=int(
+                    read_number(
+                        "num_stalled_samples", data["num_stalled_samples"], low=0.0
+                    )
+                ),
             )
         except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"cost file is damaged ({error!r}); {REPROFILE}.") from (

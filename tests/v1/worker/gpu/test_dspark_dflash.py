@@ -34,11 +34,11 @@ PIN_TOKENS = 24
 DIP_TOKENS = 60
 FUZZ_PROMPTS = 8
 FUZZ_STEPS = 100
-# Three requests of K + 1 = 8 tokens do not fit a step of 21, and three of up to five
+# Prompts do not fit beside drafts in a step of 24, and three requests of up to five
 # blocks do not fit six: rows are truncated, left out, chunked and preempted.
 FUZZ_ENGINE = {
     "max_num_seqs": 3,
-    "max_num_batched_tokens": 21,  # 3 K: 0.33 allows so many draft passes
+    "max_num_batched_tokens": 24,  # a draft pass has K + 1 rows a request
     "max_model_len": 160,
     "num_gpu_blocks_override": 7,
     "block_size": 32,

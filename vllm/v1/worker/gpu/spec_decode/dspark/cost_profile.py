@@ -174,6 +174,7 @@ def profile_shapes(
             captured ones.
     """
     short = _context(hooks, SHORT_CONTEXT_TOKENS, 1, depths[-1])
+    shallowest = min(d for d in depths if d > 0)
     shapes: list[ProfileShape] = []
     for depth in depths:
         captured = hooks.graphs.uniform_num_reqs(depth)
@@ -182,7 +183,8 @@ def profile_shapes(
         # The largest batch may lie beyond the graphs: then it runs eagerly.
         for reqs in sorted({*in_graphs, max_num_reqs}, reverse=True):
             num_tokens = reqs * (depth + 1)
-            if num_tokens <= max_num_tokens:
+            # A step at depth 0 lays out the query rows of the shallowest draft.
+            if reqs * (max(depth, shallowest) + 1) <= max_num_tokens:
                 shapes.append(ProfileShape("uniform", depth, num_tokens, short))
         shapes += _long_shapes(hooks, depth, short, in_graphs)
     varlen = hooks.graphs.varlen_num_tokens()

@@ -262,9 +262,12 @@ class _DepthDrafting(DFlashSpeculator):
         depth = num_speculative_tokens
         if depth is None:
             depth = self.dummy_depth if dummy_run else self.num_speculative_steps
-        if depth == 0 and not SKIPS_QUERY_PASS:
-            depth = min(d for d in self.draft_depths if d > 0)
-        with self.at_depth(depth or self.num_speculative_steps):
+        # Query rows are laid out even where their pass is skipped: as few as can be,
+        # since a batch of depth 0 may hold more requests than fit K rows each.
+        layout_depth = depth or min(d for d in self.draft_depths if d > 0)
+        if not SKIPS_QUERY_PASS:
+            depth = layout_depth
+        with self.at_depth(layout_depth):
             drafts = super().propose(
                 *args,
                 dummy_run=dummy_run,

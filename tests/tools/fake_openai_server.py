@@ -12,6 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aiohttp import web
@@ -22,6 +25,7 @@ ACCEPTED = 3
 FAULTS = (
     "none",
     "differ",  # one token of the completions differs
+    "differ-once",  # only in the first completion
     "differ-text",  # the same, but the server returns no token ids
     "never-active",
     "always-active",
@@ -48,6 +52,8 @@ class FakeEngine:
         self.requests: list[dict] = []
         self.steps = {"fixed": 0, "active": 0}
         self.num_drafts = 0
+        self.model_names = ["fake"]
+        self.finish_reason = "length"
 
     def _active(self) -> bool:
         if self.fault in ("never-active", "always-active"):
@@ -56,7 +62,8 @@ class FakeEngine:
 
     def _tokens(self, body: dict) -> list[int]:
         tokens = [ord(c) for c in body["prompt"]][-body["max_tokens"] :]
-        if self.capacity and self.fault.startswith("differ"):
+        right = self.fault == "differ-once" and self.num_drafts > 1
+        if self.capacity and self.fault.startswith("differ") and not right:
             tokens[-1] += 1
         return tokens
 
@@ -83,7 +90,7 @@ class FakeEngine:
         choice = {
             "index": 0,
             "text": "".join(map(chr, tokens)),
-            "finish_reason": "length",
+            "finish_reason": self.finish_reason,
             "logprobs": None,
         }
         if self.fault != "differ-text" and body.get("return_token_ids"):
@@ -123,6 +130,10 @@ class FakeEngine:
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=self.metrics_text())
 
+    async def models(self, request: web.Request) -> web.Response:
+        models = [{"id": name, "object": "model"} for name in self.model_names]
+        return web.json_response({"object": "list", "data": models})
+
     async def health(self, request: web.Request) -> web.Response:
         bad = self.fault in ("never-ready", "fatal-log", "zombie")
         return web.Response(status=503 if bad else 200)
@@ -130,9 +141,32 @@ class FakeEngine:
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/health", self.health)
         return app
+
+
+@contextmanager
+def in_thread(app: web.Application) -> Iterator[str]:
+    """Serve an application on a thread of its own; yields its address."""
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        host, port = runner.addresses[0]
+        yield f"http://{host}:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
 
 
 def spawn_zombie() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tools.demo.arms import MODEL_NAME, Settings
 from tools.demo.errors import DemoError
 from tools.demo.server import Server
+
+T = TypeVar("T")
 
 # Counter of /metrics -> our name for it.
 _COUNTERS = {
@@ -50,7 +52,8 @@ class Completion:
     token_ids: tuple[int, ...] | None
     """None where the server does not return token ids."""
     finish_reason: str
-    num_tokens: int
+    num_tokens: int | None
+    """None where the server does not count them."""
 
     def same_output(self, other: "Completion") -> bool:
         """Return whether both hold the same tokens (the same text without ids)."""
@@ -152,23 +155,39 @@ async def read_counters(base_url: str) -> dict[str, float]:
     raise DemoError("/metrics: the counters still move with no request in flight")
 
 
-async def _complete(
-    client: openai.AsyncOpenAI, prompt: str, max_tokens: int
+async def complete(
+    client: openai.AsyncOpenAI,
+    prompt: str,
+    *,
+    model: str,
+    max_tokens: int,
+    **options: Any,
 ) -> Completion:
+    """Send one greedy request to /v1/completions and return what came back.
+
+    Args:
+        client: the client.
+        prompt: the prompt.
+        model: the served model's name.
+        max_tokens: limit of tokens.
+        **options: further arguments of `completions.create`, such as `extra_body`.
+
+    Raises:
+        openai.OpenAIError: the request failed, or the answer is no completion.
+    """
     response = await client.completions.create(
-        model=MODEL_NAME,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0.0,
-        extra_body={"return_token_ids": True},
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0.0, **options
     )
-    choice = response.choices[0]
-    token_ids = getattr(choice, "token_ids", None)
+    # The library passes on whatever a server answers with status 200.
+    choices = getattr(response, "choices", None)
+    if not choices:
+        raise openai.OpenAIError(f"no completion, but {str(response)[:80]!r}")
+    token_ids = getattr(choices[0], "token_ids", None)
     return Completion(
-        text=choice.text,
+        text=choices[0].text,
         token_ids=tuple(token_ids) if token_ids is not None else None,
-        finish_reason=choice.finish_reason,
-        num_tokens=response.usage.completion_tokens,
+        finish_reason=choices[0].finish_reason,
+        num_tokens=response.usage.completion_tokens if response.usage else None,
     )
 
 
@@ -190,7 +209,13 @@ async def run_level(
     async def one(index: int, prompt: str) -> Completion:
         async with gate:
             try:
-                completion = await _complete(client, prompt, max_tokens)
+                completion = await complete(
+                    client,
+                    prompt,
+                    model=MODEL_NAME,
+                    max_tokens=max_tokens,
+                    extra_body={"return_token_ids": True},
+                )
             except openai.OpenAIError as error:
                 raise DemoError(
                     f"request {index} at C={concurrency} failed: "
@@ -209,7 +234,7 @@ async def run_level(
     return tuple(completions), time.perf_counter() - start
 
 
-async def watched(work: Awaitable[LevelRun], server: Server) -> LevelRun:
+async def watched(work: Awaitable[T], server: Server) -> T:
     """Await `work`, but give up as soon as the server's processes or log look dead.
 
     Raises:

@@ -68,7 +68,9 @@ class Server:
         port: int,
         log_path: Path,
         env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
         ready_timeout_s: float = 300.0,
+        ready_timeout_option: str = "--ready-timeout SECONDS",
         stop_grace_s: float = 20.0,
     ) -> None:
         """Describe the server; nothing is started yet.
@@ -79,7 +81,9 @@ class Server:
             port: TCP port on 127.0.0.1.
             log_path: file that takes its stdout and stderr; overwritten.
             env: variables set on top of this process's environment.
+            cwd: its working directory; None is this process's.
             ready_timeout_s: seconds until /health must answer 200.
+            ready_timeout_option: what a user changes to allow more.
             stop_grace_s: seconds between the polite signal and the kill.
         """
         self.name = name
@@ -87,7 +91,9 @@ class Server:
         self.log_path = log_path
         self._command = list(command)
         self._env = dict(env or {})
+        self._cwd = cwd
         self._ready_timeout_s = ready_timeout_s
+        self._ready_timeout_option = ready_timeout_option
         self._stop_grace_s = stop_grace_s
         self._process: psutil.Popen | None = None
         self._tmp_dir: str | None = None
@@ -107,6 +113,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=env,
+                cwd=self._cwd,
                 start_new_session=True,
             )
         return self
@@ -173,7 +180,7 @@ class Server:
             time.sleep(_POLL_S)
         raise self.failure(
             f"not ready after {self._ready_timeout_s:.0f} s; "
-            "allow more with --ready-timeout SECONDS"
+            f"allow more with {self._ready_timeout_option}"
         )
 
     def stop(self) -> None:

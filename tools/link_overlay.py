@@ -21,6 +21,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,15 @@ def find_vllm(site: Path) -> importlib.metadata.Distribution | None:
 
 def is_ours(dist: importlib.metadata.Distribution) -> bool:
     """Tell whether this tool wrote the distribution's metadata."""
-    return (dist.read_text("INSTALLER") or "").strip() == INSTALLER
+    try:
+        return (dist.read_text("INSTALLER") or "").strip() == INSTALLER
+    except UnicodeDecodeError:  # whatever wrote it, it was not this tool
+        return False
+
+
+def is_our_mark(path: Path) -> bool:
+    """Tell whether an INSTALLER file, of whatever bytes, names this tool."""
+    return path.is_file() and path.read_bytes().strip() == INSTALLER.encode()
 
 
 def overlay_files() -> list[str]:
@@ -134,7 +143,7 @@ def check_site(site: Path, files: list[str]) -> None:
                 f"{site} holds an installed wheel of {name}. Remove it first: pip "
                 f"uninstall {name}."
             )
-    taken = [f for f in files if is_taken(site / f)]
+    taken = sorted({t for f in files if (t := find_taken(site, f))})
     if taken:
         raise LinkError(
             f"{site} already holds {', '.join(taken)}, not made by this tool. "
@@ -142,10 +151,24 @@ def check_site(site: Path, files: list[str]) -> None:
         )
 
 
-def is_taken(path: Path) -> bool:
-    """Tell whether ``path`` holds something that this tool must not replace."""
-    # A dead link does not exist: one of a checkout that moved may be replaced.
-    return path.exists() and not is_our_link(path)
+def find_taken(site: Path, name: str) -> str | None:
+    """Return what lies at ``name``, or where it needs a folder, and must stay."""
+    for folder in reversed(Path(name).parents[:-1]):
+        path = site / folder
+        if os.path.lexists(path) and not path.is_dir() and not is_our_link(path):
+            return folder.as_posix()
+    path = site / name
+    if not os.path.lexists(path) or is_our_link(path) or is_moved_link(path, name):
+        return None
+    return name
+
+
+def is_moved_link(path: Path, name: str) -> bool:
+    """Tell whether ``path`` is a dead link that a moved checkout left at ``name``."""
+    if path.exists() or not path.is_symlink():
+        return False
+    parts = Path(name).parts
+    return Path(os.readlink(path)).parts[-len(parts) :] == parts
 
 
 def project() -> dict:
@@ -291,15 +314,29 @@ def our_metadata(site: Path) -> set[str]:
     return {
         path.parent.name
         for path in site.glob("*.dist-info/INSTALLER")
-        if path.read_text().strip() == INSTALLER
+        if is_our_mark(path)
     }
 
 
 def remove_metadata(folder: Path) -> None:
     """Remove a dist-info directory that :func:`our_metadata` named."""
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
+
+
+def resolve_site(site: Path) -> Path:
+    """Return the directory itself, links followed.
+
+    Raises:
+        LinkError: The links lead in a circle.
+    """
+    try:
+        return site.resolve(strict=True)
+    except FileNotFoundError:
+        return site.absolute()  # check_site and unlink say what is missing
+    except (OSError, RuntimeError) as e:  # a circle is a RuntimeError before 3.13
+        raise LinkError(
+            f"cannot follow {site}: {e}. Give --site the directory that holds vllm/."
+        ) from e
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -310,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     args = parser.parse_args(argv)
     try:
-        site = (args.site or find_site()).resolve()
+        site = resolve_site(args.site or find_site())
         if args.remove:
             message = f"{unlink(site)} links removed from {site}"
         else:

@@ -183,16 +183,63 @@ def test_remove_leaves_byte_code_of_upstream(checkout, site):
     assert upstream.is_file()
 
 
-@pytest.mark.parametrize("as_link", [False, True], ids=["file", "foreign link"])
-def test_taken_path_is_refused_before_any_change(checkout, site, as_link):
+@pytest.mark.parametrize("kind", ["file", "foreign link", "dead foreign link"])
+def test_taken_path_is_refused_before_any_change(checkout, site, kind):
     taken = site / OURS[-1]
-    if as_link:
-        write(site.parent / "cache/other.py")
+    if kind == "file":
+        write(taken, "upstream's\n")
+    else:
+        if kind == "foreign link":
+            write(site.parent / "cache/other.py")
         taken.parent.mkdir()
         taken.symlink_to(site.parent / "cache/other.py")
-    else:
-        write(taken, "upstream's\n")
     assert OURS[-1] in refused(checkout, site, snapshot(site))
+    link_text = os.readlink(taken) if kind != "file" else None
+    assert run(checkout, "--site", site, "--remove").returncode == 0
+    assert os.path.lexists(taken)
+    assert link_text is None or os.readlink(taken) == link_text
+
+
+@pytest.mark.parametrize("dead_link", [False, True])
+def test_file_in_the_place_of_a_folder_is_refused_before_any_change(
+    checkout, site, dead_link
+):
+    folder = site / "vllm_dspark_triton_cpu"
+    if dead_link:
+        folder.symlink_to("/nowhere")
+    else:
+        write(folder, "theirs")
+    error = refused(checkout, site, snapshot(site))
+    assert "already holds vllm_dspark_triton_cpu," in error
+
+
+@pytest.mark.parametrize("option", [[], ["--remove"]])
+def test_site_that_is_a_circle_of_links_is_named(checkout, tmp_path, option):
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    done = run(checkout, "--site", circle, *option)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert f"cannot follow {circle}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["other-1.0", "vllm-0.33.0"])
+def test_metadata_of_others_may_hold_any_bytes(checkout, site, name):
+    mark = site / f"{name}.dist-info" / "INSTALLER"
+    mark.parent.mkdir(exist_ok=True)
+    mark.write_bytes(b"\xff\xfe pip")
+    before = snapshot(site)
+    link(checkout, site)
+    link(checkout, site, "--remove")
+    assert snapshot(site) == before
+
+
+def test_folder_inside_our_metadata_goes_with_it(checkout, site):
+    before = snapshot(site)
+    link(checkout, site)
+    [ours] = site.glob(f"{NAME.replace('-', '_')}-*.dist-info")
+    write(ours / "licenses" / "LICENSE", "of ours")
+    link(checkout, site, "--remove")
+    assert snapshot(site) == before
 
 
 def test_dead_link_of_a_moved_checkout_is_replaced(checkout, site):

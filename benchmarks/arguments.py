@@ -9,22 +9,25 @@ from pathlib import Path
 from typing import Any
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a reader of integers from ``least`` on."""
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of integers from ``least`` on, up to ``most`` if given."""
 
-    def integer(text: str) -> int:
+    def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
+        if value < least or (most is not None and value > most):
+            bounds = f">= {least}" + ("" if most is None else f" and <= {most}")
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
         return value
 
-    return integer
+    return read
 
 
-positive_int, natural = at_least(1), at_least(0)
+positive_int, natural = integer(1), integer(0)
+# The draws of coupled acceptance use 32 bits of a seed; repetitions add to it.
+seed_number = integer(0, (1 << 31) - 1)
 
 
 def number(
@@ -107,3 +110,16 @@ def output_file(text: str) -> Path:
             "directory of yours, such as out/result.json"
         ) from error
     return path
+
+
+def image_file(text: str) -> Path:
+    """Return a path as :func:`output_file` does, of a format that can be drawn."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(text).suffix[1:].lower() not in formats:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: not an image file; give a name that ends in one of "
+            f"{', '.join('.' + name for name in formats)}"
+        )
+    return output_file(text)

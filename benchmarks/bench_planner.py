@@ -44,7 +44,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
 from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from benchmarks.arguments import natural, output_file, positive_int  # noqa: E402
+from benchmarks.arguments import output_file, positive_int, seed_number  # noqa: E402
 from benchmarks.common import (  # noqa: E402
     Record,
     append_records,
@@ -167,7 +167,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depths", type=positive_int, nargs="+", default=[5, 7, 16])
     add = parser.add_argument
     add("--repeats", type=positive_int, default=30, help="bursts per arm")
-    add("--seed", type=natural, default=0)
+    add("--seed", type=seed_number, default=0)
     return parser.parse_args(argv)
 
 

@@ -7,15 +7,14 @@ refilled, some rows a step in turns, a refit every ``FIT_ROWS`` rows and at the 
 each time from where it was.
 """
 
-import gzip
 import itertools
-import json
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.json_files import read_lines
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import PlanInputs, plan_budget
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (
@@ -56,24 +55,21 @@ def read_record(path: Path) -> dict[str, list[np.ndarray]]:
         path: Lines of record_calibration.py, gzipped if the name ends in .gz.
 
     Raises:
-        ValueError: A line is none.
+        ValueError: The file cannot be read, or a line is none.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
     found: dict[str, list[np.ndarray]] = {}
-    with opener(path, "rt") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-                rows = np.array(value["rows"], dtype=np.float64)
-                if rows.size:
-                    if rows.ndim != 2 or rows.shape[1] < 3:
-                        raise ValueError("rows are not [accepted, verified, logits]")
-                    found.setdefault(value["class"], []).append(rows)
-            except (KeyError, TypeError, ValueError) as e:
-                raise ValueError(
-                    f"{path}, line {number} is no record of confidences ({e}); make "
-                    "one with benchmarks/record_calibration.py"
-                ) from e
+    for number, value in read_lines(path):
+        try:
+            rows = np.array(value["rows"], dtype=np.float64)
+            if rows.size:
+                if rows.ndim != 2 or rows.shape[1] < 3:
+                    raise ValueError("rows are not [accepted, verified, logits]")
+                found.setdefault(value["class"], []).append(rows)
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(
+                f"{path}, line {number} is no record of confidences ({e}); make "
+                "one with benchmarks/record_calibration.py"
+            ) from e
     return found
 
 

@@ -11,7 +11,7 @@ VLLM_BATCH_INVARIANT=1 VLLM_USE_BREAKABLE_CUDAGRAPH=0 there.
 """
 
 import argparse
-import json
+import itertools
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import output_file, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records, new_records  # noqa: E402
+from benchmarks.json_files import read_lines  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
 from benchmarks.sweep.traffic import LengthRange  # noqa: E402
@@ -50,7 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     check_engine_arguments(parser, args, depths_by_load=True)
     try:
         args.loads = make_loads(args)
-    except (OSError, ValueError, KeyError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         parser.error(f"--prompts {args.prompts} or --waves {args.waves!r}: {e!r}")
     if not sum(load.concurrency for load in args.loads):
         parser.error(f"--prompts {args.prompts} and --waves leave nothing to compare")
@@ -61,8 +62,8 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
     """Return the loads: the same prompts in waves of different sizes."""
     prompts = None
     if args.prompts is not None:
-        lines = args.prompts.read_text().splitlines()[: args.num_prompts]
-        prompts = [json.loads(line)["prompt"] for line in lines]
+        lines = itertools.islice(read_lines(args.prompts), args.num_prompts)
+        prompts = [row["prompt"] for _, row in lines]
     found = []
     for wave in (int(w) for w in args.waves.split(",")):
         chosen = None if prompts is None else tuple(prompts[:wave])

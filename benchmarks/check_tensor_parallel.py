@@ -31,11 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import (  # noqa: E402
-    at_least,
-    natural,
+    integer,
     number,
     output_file,
     positive_int,
+    seed_number,
 )
 from benchmarks.common import ROOT, Record, append_records, new_records  # noqa: E402
 from benchmarks.sweep.stepped import SteppedEngine  # noqa: E402
@@ -57,19 +57,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tensor-parallel-size", type=at_least(2), default=2)
+    add("--tensor-parallel-size", type=integer(2), default=2)
     add("--num-steps", type=positive_int, default=5000)
     add("--scenarios", default=",".join(SCENARIOS))
     add("--target", default=str(BUNDLED / "target"))
     add("--draft", default=str(BUNDLED / "draft"))
     add("--num-speculative-tokens", type=positive_int, default=7)
     add("--dtype", default="float16")
-    add("--max-num-seqs", type=at_least(max(CHURN_LOADS)), default=64)
-    add("--max-output-len", type=at_least(8), default=256)
+    add("--max-num-seqs", type=integer(max(CHURN_LOADS)), default=64)
+    add("--max-output-len", type=integer(8), default=256)
     add("--kv-cache-gib", type=number(0, open_low=True), default=2.0)
     add("--gpu-memory-utilization", type=number(0, 1, open_low=True), default=0.1)
     add("--phase-limit-s", type=number(1), default=120.0, help="longer is a hang")
-    add("--seed", type=natural, default=0)
+    add("--seed", type=seed_number, default=0)
     add("--out", type=output_file, default="out/tensor_parallel.jsonl")
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")

@@ -7,7 +7,6 @@ Of several files with the same arm and concurrency, the last one counts.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.arguments import output_file  # noqa: E402
+from benchmarks.arguments import image_file  # noqa: E402
+from benchmarks.json_files import read_lines  # noqa: E402
 
 DRAWN = ("sweep_concurrency", "simulate_capacity")
 
@@ -26,17 +26,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: The file is unreadable, or a line is not a record.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {path}: {e}") from e
     records = []
-    for number, line in enumerate(lines, 1):
+    for number, record in read_lines(path):
         try:
-            record = json.loads(line)
             if not isinstance(record["bench"], str) or "case" not in record:
                 raise KeyError("case")
-        except (ValueError, KeyError, TypeError) as e:
+        except (KeyError, TypeError) as e:
             raise ValueError(f"{path}:{number} is not a benchmark record: {e!r}") from e
         records.append(record)
     return records
@@ -91,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=output_file, default="out/sweep.png")
+    parser.add_argument("--out", type=image_file, default="out/sweep.png")
     args = parser.parse_args(argv)
     try:
         curves = read_throughput(args.files)

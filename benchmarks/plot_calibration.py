@@ -18,7 +18,6 @@ head.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -28,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import calibration as cal  # noqa: E402
-from benchmarks.arguments import output_file, positive_int  # noqa: E402
+from benchmarks.arguments import image_file, output_file, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records  # noqa: E402
+from benchmarks.json_files import read_lines  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_fit import (  # noqa: E402
     NUM_ECE_BINS,
@@ -50,8 +50,8 @@ def read_costs(path: Path) -> StepCosts:
     """
     found = None
     try:
-        for line in path.read_text().splitlines():
-            found = json.loads(line).get("case", {}).get("costs", found)
+        for _, record in read_lines(path):
+            found = record.get("case", {}).get("costs", found)
         if found is None:
             raise ValueError("no line has a cost table")
         return StepCosts.from_json(found)
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=output_file, help="append records here (JSON lines)"
     )
-    parser.add_argument("--plot", type=output_file, help="write the diagram here (PNG)")
+    parser.add_argument("--plot", type=image_file, help="write the diagram here (PNG)")
     args = parser.parse_args(argv)
     for path in (args.record, args.costs):
         if path is not None and not path.is_file():

@@ -23,9 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arguments import list_of, natural, number, output_file, positive_int
+from arguments import (
+    image_file,
+    list_of,
+    natural,
+    number,
+    output_file,
+    positive_int,
+)
 from common import environment, repro_command
 
+from vllm.config.dspark_capacity import load_sps_curve
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import (
     KNEE_MARGIN,
     best_budget,
@@ -52,7 +60,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("-o", "--out", type=output_file, help="write the curve here")
-    parser.add_argument("--plot", type=output_file, help="write a PNG here")
+    parser.add_argument("--plot", type=image_file, help="write a PNG here")
     parser.add_argument(
         "--from-json", type=Path, help="print and plot this file, measure nothing"
     )
@@ -261,8 +269,12 @@ def read_curve(path: Path) -> StepCosts:
         SystemExit: It cannot be read or holds no tables.
     """
     try:
-        return StepCosts.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+        curve = load_sps_curve(path)
+        costs = StepCosts.from_json(curve.document or {})
+        if costs.max_num_reqs < 1:
+            raise ValueError("its tables cover no request; measure it again with -o")
+        return costs
+    except ValueError as error:
         sys.exit(f"--from-json {path}: {error}")
 
 

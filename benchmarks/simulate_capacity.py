@@ -22,12 +22,14 @@ from tqdm import tqdm  # noqa: E402
 
 from benchmarks.acceptance.world import DEFAULT_PROFILE, World  # noqa: E402
 from benchmarks.arguments import (  # noqa: E402
+    image_file,
     list_of,
     natural,
     number,
     output_file,
     positive_int,
     readable_file,
+    seed_number,
 )
 from benchmarks.common import (  # noqa: E402
     Record,
@@ -95,7 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="refill the batch this many times and leave the drain out; 0 drains",
     )
     add("--repetitions", type=positive_int, default=5)
-    add("--seed", type=natural, default=0)
+    add("--seed", type=seed_number, default=0)
     rate = number(0, 1, open_low=True)
     add(
         "--profile",
@@ -114,7 +116,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
     add("--host-ms-per-request", type=number(0), default=0.0)
     add("--out", type=output_file, help="write JSON lines here")
-    add("--plot", type=output_file, help="write a PNG here")
+    add("--plot", type=image_file, help="write a PNG here")
     args = parser.parse_args(argv)
     try:
         _load(args)

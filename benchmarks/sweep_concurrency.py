@@ -40,10 +40,10 @@ from benchmarks.acceptance.world import (  # noqa: E402
 )
 from benchmarks.arguments import (  # noqa: E402
     list_of,
-    natural,
     number,
     output_file,
     positive_int,
+    seed_number,
 )
 from benchmarks.common import (  # noqa: E402
     Record,
@@ -102,7 +102,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
         type=number(0, open_low=True),
         help="KV cache of each arm, instead of sizing it",
     )
-    add("--seed", type=natural, default=0)
+    add("--seed", type=seed_number, default=0)
 
 
 def check_engine_arguments(

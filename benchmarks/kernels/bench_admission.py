@@ -50,11 +50,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.arguments import (  # noqa: E402
     list_of,
-    natural,
     number,
     one_of,
     output_file,
     positive_int,
+    seed_number,
 )
 from benchmarks.common import Record, append_records, interleave, print_table  # noqa: E402
 
@@ -294,7 +294,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=positive_int, default=30, help="samples per arm"
     )
-    parser.add_argument("--seed", type=natural, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     parser.add_argument("--sweep-warps", type=ints, default=[], metavar="N,N")
     return parser.parse_args(argv)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run left behind: cost tables and measured throughput, from files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.json_files import decode, read_lines, read_text
 from benchmarks.simulator.correction import ServedStep
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
@@ -12,18 +12,15 @@ SETUP_BENCH, SWEEP_BENCH = "sweep_concurrency.setup", "sweep_concurrency"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
+    text = read_text(path)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {path}: {e}") from e
-    try:
-        whole = json.loads(text)
+        whole = decode(text)
         return whole if isinstance(whole, list) else [whole]
-    except json.JSONDecodeError:
+    except ValueError:
         pass
     try:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as e:
+        return [value for _, value in read_lines(path)]
+    except ValueError as e:
         raise ValueError(f"{path} holds neither JSON nor JSON lines: {e}") from e
 
 

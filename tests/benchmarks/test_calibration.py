@@ -155,5 +155,7 @@ def test_bad_arguments_are_named(tmp_path, capsys, change, named):
 def test_a_line_that_is_no_record_is_named(tmp_path, text):
     path = tmp_path / "record.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match="line 1 is no record"):
+    with pytest.raises(
+        ValueError, match=r"record.jsonl(:1 is not JSON|, line 1 is no record)"
+    ):
         calibration.read_record(path)

@@ -115,7 +115,36 @@ def test_from_json_prints_and_plots_without_an_engine(curve_file, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"sps_curve": [[1, 2.0]]}'])
+def test_from_json_reads_a_file_as_the_engine_does(curve_file, capsys):
+    text = curve_file.read_text()
+    curve_file.write_text(text, encoding="utf-8-sig")
+    assert profiler.main(["--from-json", str(curve_file)]) == 0
+    curve_file.write_text(text.replace("{", '{"overhead_ms": 0.0, ', 1))
+    with pytest.raises(SystemExit, match="more than once"):
+        profiler.main(["--from-json", str(curve_file)])
+
+
+def test_tables_that_cover_no_request_are_refused(curve_file):
+    document = json.loads(curve_file.read_text())
+    for name, tables in document.items():
+        if isinstance(tables, dict):
+            document[name] = {depth: table[:1] for depth, table in tables.items()}
+    curve_file.write_text(json.dumps(document))
+    with pytest.raises(SystemExit, match=r"curve\.json: its tables cover no request"):
+        profiler.main(["--from-json", str(curve_file)])
+
+
+def test_an_image_format_that_cannot_be_drawn_is_refused_first(monkeypatch, capsys):
+    monkeypatch.setattr(profiler, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as stop:
+        profiler.main([*MODEL, "-o", "curve.json", "--plot", "curve.xyz"])
+    assert stop.value.code == 2
+    assert "'curve.xyz'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "{}", '{"sps_curve": [[1, 2.0]]}', "[" * 100_000]
+)
 def test_a_file_without_tables_is_refused_by_name(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_text(content)

@@ -5,8 +5,17 @@ import json
 
 import pytest
 
-from benchmarks import bench_planner, check_lossless, plot, sweep_concurrency
+from benchmarks import (
+    bench_planner,
+    check_lossless,
+    plot,
+    plot_calibration,
+    simulate_capacity,
+    sweep_concurrency,
+)
+from benchmarks.calibration import read_record
 from benchmarks.kernels import bench_admission
+from benchmarks.simulator import recorded
 from tests.helpers.paths import RESULTS
 
 SWEEP, PLANNER = sweep_concurrency.parse_args, bench_planner.parse_args
@@ -31,6 +40,12 @@ ADMISSION, LOSSLESS = bench_admission.parse_args, check_lossless.parse_args
         (SWEEP, ["--out", "."], "is a directory"),
         (LOSSLESS, ["--waves", "a"], "'a'"),
         (LOSSLESS, ["--output-len", "0"], "'0'"),
+        (SWEEP, ["--seed", "99999999999999999999"], "<= 2147483647"),
+        (PLANNER, ["--seed", "-1"], "'-1'"),
+        (ADMISSION, ["--seed", "2147483648"], "'2147483648'"),
+        (plot.main, ["x.jsonl", "--out", "picture.xyz"], ".png"),
+        (simulate_capacity.parse_args, ["--plot", "picture"], "'picture'"),
+        (plot_calibration.main, ["x.jsonl", "--plot", "picture.json"], ".svg"),
         (PLANNER, ["--num-reqs", "0"], "'0'"),
         (PLANNER, ["--depths", "-1"], "'-1'"),
         (PLANNER, ["--repeats", "none"], "'none'"),
@@ -72,3 +87,44 @@ def test_plot_reads_sweeps_and_simulations_and_refuses_other_json(tmp_path, caps
     with pytest.raises(SystemExit):
         plot.main([str(other)])
     assert f"{other}:1" in capsys.readouterr().err
+
+
+READERS = [
+    plot.read_records,
+    plot_calibration.read_costs,
+    read_record,
+    recorded.load_costs,
+    recorded.load_throughput,
+    recorded.load_served_steps,
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe[]", b"{", b"\x00"])
+def test_files_that_are_no_json_are_named(read, content, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="bad.jsonl"):
+        read(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    sweep = next(RESULTS.glob("*sweep-b.jsonl"))
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + sweep.read_bytes())
+    assert plot.read_throughput([marked]) == plot.read_throughput([sweep])
+    assert recorded.load_throughput(marked) == recorded.load_throughput(sweep)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "What?"}\n' * 2)
+    loads = LOSSLESS(["--prompts", str(prompts), "--waves", "2"]).loads
+    assert [load.prompts for load in loads] == [("What?", "What?")]
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[1]", b'{"text": "?"}', b"\xff"])
+def test_prompts_that_are_none_are_a_usage_error(content, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(content)
+    with pytest.raises(SystemExit) as exit_:
+        LOSSLESS(["--prompts", str(prompts)])
+    assert exit_.value.code == 2
+    assert "prompts.jsonl" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from benchmarks.arguments import at_least, output_file
+from benchmarks.arguments import integer, output_file
 from tools.demo.arms import EXAMPLE_CURVE, ROOT, Settings
 
 _DEFAULT_CONCURRENCY = {"cpu": (1, 2, 4, 8), "gpu": (1, 2, 4, 8, 16, 32, 64)}
@@ -78,21 +78,21 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-prompts",
-        type=at_least(1),
+        type=integer(1),
         metavar="N",
         help="prompts per level, the same at each (default: the top concurrency on a "
         "cpu, twice that on a gpu)",
     )
     parser.add_argument(
         "--max-tokens",
-        type=at_least(1),
+        type=integer(1),
         default=64,
         metavar="N",
         help="limit of tokens per completion (default: %(default)s)",
     )
     parser.add_argument(
         "--request-timeout",
-        type=at_least(1),
+        type=integer(1),
         default=120,
         metavar="SECONDS",
         help="limit for one request (default: %(default)s)",
@@ -115,7 +115,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activation-batch-size",
-        type=at_least(0),
+        type=integer(0),
         default=4,
         metavar="R",
         help="running requests from which capacity is active; 0 is the knee of the "
@@ -130,7 +130,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ready-timeout",
-        type=at_least(1),
+        type=integer(1),
         default=300,
         metavar="SECONDS",
         help="limit for the start of a server (default: %(default)s)",

@@ -68,9 +68,17 @@ def test_bad_variable_names_itself_value_and_way_out(name, text):
     assert f"unset {name}" in message
 
 
-def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest():
-    with pytest.raises(DSparkCapacityConfigError, match="'VLLM_DSPARK_TP_CHECK'"):
-        DSparkCapacityEnv.from_environ({"VLLM_DSPARK_TPCHECK": "1"})
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("VLLM_DSPARK_TPCHECK", "'VLLM_DSPARK_TP_CHECK'"),
+        ("VLLM_DSPARK", "environment variable 'VLLM_DSPARK'"),
+        ("VLLM_DSPARKTP_CHECK", "'VLLM_DSPARK_TP_CHECK'"),
+    ],
+)
+def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest(name, hint):
+    with pytest.raises(DSparkCapacityConfigError, match=hint):
+        DSparkCapacityEnv.from_environ({name: "1"})
 
 
 def test_admission_op_is_triton_unless_native_is_asked_for():

@@ -158,6 +158,15 @@ def test_equal_keys_of_different_objects_are_no_duplicates(tmp_path):
     assert load_sps_curve(path).document == document | extra
 
 
+def test_a_path_object_names_a_file_as_its_text_does(tmp_path):
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(CURVE))
+    for given_path in (path, str(path)):
+        config = DSparkCapacityConfig.from_keys({"dspark_sps_curve": given_path})
+        assert [list(p) for p in config.dspark_sps_curve.points] == CURVE
+    assert "there is no file" in refusal(tmp_path / "none.json")
+
+
 def test_largest_allowed_file_is_read(tmp_path):
     text = json.dumps(CURVE)
     path = tmp_path / "curve.json"

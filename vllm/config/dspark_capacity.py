@@ -329,8 +329,10 @@ def _shown(config: DSparkCapacityConfig, name: str) -> str:
 def _read_curve(name: str, value: Any) -> Any:
     if value is None or isinstance(value, SpsCurveInput):
         return value
-    if isinstance(value, str):
-        return value if value == "auto" else load_sps_curve(value)
+    if value == "auto":
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return load_sps_curve(value)
     return read_sps_curve(value)
 
 

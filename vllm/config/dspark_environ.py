@@ -22,7 +22,8 @@ from vllm.config.dspark_values import (
     unknown_name,
 )
 
-PREFIX = "VLLM_DSPARK_"
+# No underscore behind it: VLLM_DSPARK alone is a mistake too.
+PREFIX = "VLLM_DSPARK"
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
 

@@ -45,6 +45,7 @@ REHEARSAL_ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # Few graph shapes, so that an engine starts in seconds.

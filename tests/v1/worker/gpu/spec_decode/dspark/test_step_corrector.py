@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import (
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 
-DEPTHS, MAX_REQS = (2, 4), 8
+DEPTHS, MAX_REQS = (0, 2, 4), 8
 WHOLE = PlannedBatch(
     num_reqs=4,
     num_tokens=20,
@@ -24,6 +24,7 @@ WHOLE = PlannedBatch(
     decode_only=True,
     context_tokens=100.0,
 )
+NO_DRAFTS = dataclasses.replace(WHOLE, num_tokens=4, width=0)
 TRIMMED = dataclasses.replace(WHOLE, num_tokens=12, trims=True)
 
 
@@ -61,6 +62,8 @@ def moved(corrector):
     [
         # 3 + 20 of the uniform graph, 1.6 drafting, 0.4 context, 0.5 overhead.
         (WHOLE, 4, 23.0 + 1.6 + 0.4 + 0.5, ("uniform", 4)),
+        # At depth 0: 3 + 4, no drafting.
+        (NO_DRAFTS, 0, 7.0 + 0.4 + 0.5, ("uniform", 0)),
         # 2 + 12 of the varlen graph, drafting at the depth of the step.
         (TRIMMED, 2, 14.0 + 0.8 + 0.4 + 0.5, ("varlen", 2)),
     ],

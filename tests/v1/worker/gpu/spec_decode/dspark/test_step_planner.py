@@ -291,6 +291,25 @@ def test_plan_knows_the_mean_context_of_the_batch(monkeypatch):
     assert seen[-1].context_tokens == 200.0
 
 
+@pytest.mark.parametrize(
+    ("drafts", "width"), [(None, 0), ([2, 2], 2), ([3, 2], -1), ([2, 0], -1)]
+)
+def test_a_step_is_timed_by_the_drafts_it_had_in_hand(drafts, width):
+    """None of them is a width too: that of every step at depth 0."""
+    planner = make_planner(STEEP | {"dspark_draft_depths": [0, K]})
+    noted = []
+    planner.corrector = SimpleNamespace(
+        correction=None,
+        learn=lambda: None,
+        note=lambda *args: noted.append(args),
+        times=SimpleNamespace(exchange=lambda serial: None),
+    )
+    planner.plan(make_batch(drafts, non_drafts=[1, 1]))
+    planner.published(0)
+    [(_, described, depth)] = noted
+    assert (described.width, described.decode_only, depth) == (width, True, 0)
+
+
 def test_a_mixed_step_knows_the_decode_rate_in_ms_of_the_tables(monkeypatch):
     seen, wishes = [], []
     budget, depth = module.plan_budget, module.plan_depth

@@ -180,9 +180,12 @@ class StepPlanner:
 
     def _describe(self, batch: "BatchReqState", plan: StepPlan) -> PlannedBatch:
         drafts = batch.num_draft_tokens_np
-        width = -1
-        if drafts is not None and drafts.min() == drafts.max():
+        if drafts is None:
+            width = 0  # a step after one at depth 0
+        elif drafts.min() == drafts.max():
             width = int(drafts[0])
+        else:
+            width = -1
         return PlannedBatch(
             num_reqs=len(batch.req_ids),
             num_tokens=plan.num_tokens if plan.trims else batch.num_tokens,

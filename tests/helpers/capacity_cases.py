@@ -106,6 +106,7 @@ def make_input_batch(batch):
         num_reqs=len(batch.req_ids),
         idx_mapping=slots,
         idx_mapping_np=batch.idx_mapping_np,
+        is_prefilling_np=batch.is_prefilling_np,
         expanded_idx_mapping=torch.repeat_interleave(slots, widths),
         expanded_local_pos=local,
     )

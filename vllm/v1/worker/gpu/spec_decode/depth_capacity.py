@@ -63,11 +63,11 @@ class DepthCapacityManager(CapacityManager):
 
         Args:
             probs: Not read: the draft reports no confidences.
-            input_batch: Not read.
+            input_batch: The batch that was verified.
             draft_depth: Positions that were drafted.
         """
         if not self._plan.active:
             return
         assert self._judged is not None
-        self.mirror.publish(*self._judged)
+        self.mirror.publish(*self._judged, ~input_batch.is_prefilling_np)
         self.planner.published(draft_depth)

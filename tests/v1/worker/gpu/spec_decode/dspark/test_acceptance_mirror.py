@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
 START = [PRIOR_CONFIDENCE ** (k + 1) for k in range(K)]
 # Decays the assumed confidence to nothing.
 MANY_ROUNDS = 3000
+DECODES = np.ones(1, dtype=bool)
 
 
 def make_mirror(num_bonus_tokens=1):
@@ -33,7 +34,7 @@ def counts(accepted, judged, bonus=1):
 
 def publish(mirror, accepted, judged):
     mirror.land()
-    mirror.publish(*counts(accepted, judged))
+    mirror.publish(*counts(accepted, judged), np.ones(len(accepted), dtype=bool))
 
 
 def learned(accepted, judged, rounds=MANY_ROUNDS):
@@ -60,7 +61,7 @@ def test_the_latest_round_is_not_known_yet():
     for _ in range(2):
         mirror.land()
         assert mirror.prior == pytest.approx(START)
-        mirror.publish(*counts([0], [K]))
+        mirror.publish(*counts([0], [K]), DECODES)
     mirror.land()
     weight = PRIOR_WEIGHT * PRIOR_DECAY
     assert mirror.prior[0] == pytest.approx(weight * PRIOR_CONFIDENCE / (weight + 1))
@@ -75,13 +76,31 @@ def test_a_position_counts_where_it_was_reached_and_judged():
     assert mirror.prior == pytest.approx(np.cumprod(confidence))
 
 
+def test_placeholders_at_the_end_of_a_prompt_teach_nothing():
+    """They are no drafts, so that they were not accepted says nothing of drafts."""
+    mirrors = make_mirror(), make_mirror()
+    for mirror, placeholders in zip(mirrors, ([], [K]), strict=True):
+        decoding = np.array([True] + [False] * len(placeholders))
+        for _ in range(3):
+            mirror.land()
+            accepted = [2] + [0] * len(placeholders)
+            mirror.publish(*counts(accepted, [K, *placeholders]), decoding)
+    assert mirrors[0].prior.tolist() == mirrors[1].prior.tolist()
+    assert mirrors[0].prior.tolist() != pytest.approx(START), "premise"
+    nobody = make_mirror()
+    for _ in range(3):
+        nobody.land()
+        nobody.publish(*counts([0], [K]), ~DECODES)
+    assert nobody.prior == pytest.approx(START)
+
+
 def test_requests_without_drafts_teach_nothing():
     # The second ends its prompt (one token); the third is within it (none).
     mirror = make_mirror()
     for _ in range(4):
         mirror.land()
         sampled = torch.tensor([1, 1, 0], dtype=torch.int32, device=DEVICE)
-        mirror.publish(sampled, torch.zeros_like(sampled))
+        mirror.publish(sampled, torch.zeros_like(sampled), np.ones(len(sampled), bool))
     mirror.land()
     assert mirror.prior == pytest.approx(START)
 
@@ -90,7 +109,7 @@ def test_bonus_tokens_are_no_drafts():
     mirror = make_mirror(num_bonus_tokens=2)
     for _ in range(MANY_ROUNDS):
         mirror.land()
-        mirror.publish(*counts([1], [2], bonus=2))
+        mirror.publish(*counts([1], [2], bonus=2), DECODES)
     assert mirror._prior.confidence[:2] == pytest.approx([1.0, 0.0], abs=1e-3)
 
 
@@ -106,7 +125,9 @@ def test_what_was_learned_outlasts_a_pause_and_what_is_in_flight_does_not():
 def test_publishing_again_and_again_without_landing_loses_no_round():
     mirror = make_mirror()
     for serial in range(1, 11):
-        mirror.publish(*counts([0] * MAX_NUM_REQS, [1] * MAX_NUM_REQS))
+        mirror.publish(
+            *counts([0] * MAX_NUM_REQS, [1] * MAX_NUM_REQS), np.ones(MAX_NUM_REQS, bool)
+        )
         assert mirror.serial == serial
     mirror.land()
     weight, total = PRIOR_WEIGHT, PRIOR_WEIGHT * PRIOR_CONFIDENCE

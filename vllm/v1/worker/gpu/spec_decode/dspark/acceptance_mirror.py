@@ -11,9 +11,12 @@ hand, and by outcomes of drafts that were judged before.
 Invariants (pinned by tests/.../dspark/test_acceptance_mirror.py):
   * A position counts only in requests whose target judged it: all drafts before it
     were accepted, and it was verified.
-  * A request without drafts (prefill, its first decode step) teaches nothing.
+  * A request without drafts (prefill, its first decode step) teaches nothing, nor
+    does one whose prompt ends with placeholders that nobody drafted.
   * What was learned outlasts steps that do not publish.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.host_copies import HostCopies
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import AcceptancePrior
 
 
-class AcceptanceMirror(HostCopies[int]):
+class AcceptanceMirror(HostCopies[np.ndarray]):
     """Learns how far drafts are accepted. Per step: land, read, publish;
     restart after steps that did not publish.
 
@@ -44,7 +47,7 @@ class AcceptanceMirror(HostCopies[int]):
         *,
         num_bonus_tokens: int,
     ):
-        # A round is known by its number of requests; rows are sampled, rejected.
+        # A round is known by who decodes, shape [R], bool; rows are sampled, rejected.
         super().__init__((2, max_num_reqs), torch.int32, device)
         self.serial = 0
         self._num_bonus_tokens = num_bonus_tokens
@@ -69,6 +72,9 @@ class AcceptanceMirror(HostCopies[int]):
     def reset_slot(self, slot: int, *, publishing: bool) -> None:
         """Do nothing: no slot has a state of its own."""
 
+    def drop_slots(self, slots: Sequence[int]) -> None:
+        """Do nothing, as in :meth:`reset_slot`."""
+
     def restart(self) -> None:
         """Begin publishing after steps that did not publish."""
         self._drop_copies()
@@ -76,11 +82,18 @@ class AcceptanceMirror(HostCopies[int]):
     def land(self) -> None:
         """Learn from every round but the latest, waiting for its copy."""
         for copy in self._landed_copies():
-            num_sampled, num_rejected = copy.buffer.np[:, : copy.round]
+            counts = copy.buffer.np[:, : len(copy.round)]
+            num_sampled, num_rejected = counts[:, copy.round]
             num_accepted = np.maximum(num_sampled - self._num_bonus_tokens, 0)
-            self._learn(num_accepted, num_accepted + num_rejected)
+            if len(num_accepted):
+                self._learn(num_accepted, num_accepted + num_rejected)
 
-    def publish(self, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+    def publish(
+        self,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        decoding: np.ndarray,
+    ) -> None:
         """Start the copy of what a step verified.
 
         Args:
@@ -88,6 +101,8 @@ class AcceptanceMirror(HostCopies[int]):
                 int32, device.
             num_rejected: Verified drafts that were not accepted. Shape [R], int32,
                 device.
+            decoding: Whether a request was past its prompt before the step. Shape
+                [R], bool.
         """
         if not self._free:
             self.land()
@@ -99,7 +114,7 @@ class AcceptanceMirror(HostCopies[int]):
         buffer.cpu[1, :num_reqs].copy_(num_rejected, non_blocking=True)
         event.record()
         self.serial += 1
-        self._start(buffer, event, self.serial, num_reqs)
+        self._start(buffer, event, self.serial, decoding)
 
     def _learn(self, num_accepted: np.ndarray, num_judged: np.ndarray) -> None:
         depth = int(num_judged.max())

@@ -187,6 +187,19 @@ def _describe(runner: Any, batch: Any) -> dict[str, Any]:
         "is_padding": batch.is_padding.tolist(),
         "logits_rows": _range(batch.logits_indices),
         "ids": _range(batch.input_ids[: batch.num_tokens]),
+        "held_of_nobody": sorted(_held_slots(runner) - set(_slots(runner))),
+        "num_live": len(_slots(runner)),
+    }
+
+
+def _slots(runner: Any) -> list[int]:
+    return list(runner.req_states.req_id_to_index.values())
+
+
+def _held_slots(runner: Any) -> set[int]:
+    """Return the slots whose last confidences the host keeps from being seen."""
+    return {
+        int(slot) for held, _ in runner.capacity.mirror._held for slot in held.slots
     }
 
 

@@ -231,6 +231,12 @@ def test_every_request_keeps_a_row_and_capacities_sum_to_the_budget(fuzz):
         assert sum(batch["capacities"]) == batch["budget"]
 
 
+def test_no_confidences_are_kept_for_requests_that_have_ended(fuzz):
+    lives = [b["num_live"] for b in fuzz["batches"]]
+    assert max(lives) > lives[-1] + 2, "premise: the load falls"
+    assert all(not b["held_of_nobody"] for b in fuzz["batches"])
+
+
 def test_padded_rows_of_a_draft_graph_stay_in_range(fuzz):
     replays = [p for p in fuzz["passes"] if p["replay"]]
     assert {p["depth"] for p in replays} >= set(DEPTHS) - {0}

@@ -227,6 +227,15 @@ class DSparkCapacityModelRunner(GPUModelRunner):
             self._step_plan = FIXED
         return super().execute_model(scheduler_output, *args, **kwargs)
 
+    def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        """Forget requests that have ended or were preempted."""
+        ended = scheduler_output.finished_req_ids
+        ended = ended.union(scheduler_output.preempted_req_ids or ())
+        if ended and self.capacity is not None:
+            slot_of = self.req_states.req_id_to_index
+            self.capacity.remove_requests([slot_of[i] for i in ended if i in slot_of])
+        super().finish_requests(scheduler_output)
+
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
         """Register new requests and forget what their slots drafted before."""
         super().add_requests(scheduler_output)

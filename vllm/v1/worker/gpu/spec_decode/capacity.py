@@ -36,7 +36,7 @@ Invariants (pinned by tests/v1/worker/gpu/spec_decode/test_capacity.py):
     batch is without an owner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,6 +171,14 @@ class CapacityManager:
     def add_request(self, slot: int) -> None:
         """Forget what a slot's former request drafted."""
         self.mirror.reset_slot(slot, publishing=self.planner.publishing)
+
+    def remove_requests(self, slots: Sequence[int]) -> None:
+        """Let go of what is kept for requests that have ended.
+
+        Args:
+            slots: The slots they had, each once.
+        """
+        self.mirror.drop_slots(slots)
 
     def note_judged(
         self, num_sampled: torch.Tensor, num_rejected: torch.Tensor

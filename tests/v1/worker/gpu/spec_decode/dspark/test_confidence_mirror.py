@@ -226,6 +226,52 @@ def test_landing_waits_on_events_and_never_polls(monkeypatch):
     assert log[3:] == [("wait", first)]
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="counts placeholders of CUDA events")
+def test_zeroing_a_slot_waits_for_the_copy_that_reads_it(monkeypatch):
+    """Else ranks see different rows of the request that had the slot, and then learn
+    different priors."""
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    seen_at_wait = []
+
+    class Stream:
+        def wait_event(self, event):
+            seen_at_wait.append((event, mirror.probs[1].clone()))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    mirror.reset_slot(1, publishing=False)
+    assert not seen_at_wait, "nothing is written"
+    mirror.reset_slot(1, publishing=True)
+    [(event, row)] = seen_at_wait
+    assert event is mirror._in_flight[-1].event
+    assert row.all(), "the wait comes first"
+    assert not mirror.probs[1].any()
+
+
+def test_nothing_is_held_for_requests_that_have_ended():
+    """A load that falls must leave no row behind in every slot it no longer uses."""
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    for num_left in range(S - 1, 0, -1):
+        mirror.land()
+        mirror.drop_slots([num_left])
+        publish(mirror, 0.5, slots=ALL[:num_left])
+    for _ in range(2):
+        publish(mirror, 0.5, slots=[0])
+        mirror.land()
+    assert mirror._held == []
+
+
+def test_the_last_drafts_of_a_request_still_teach_the_prior():
+    mirror, other = make_mirror(), make_mirror()
+    for one, values in ((mirror, [0.5, 0.25]), (other, [0.5, 0.5])):
+        publish(one, [[v] * K for v in values], slots=[0, 1])
+        one.drop_slots([1])
+        publish(one, 0.5, slots=[0])
+        one.land()
+    assert mirror.prior[0] < other.prior[0] < START_PRIOR[0]
+
+
 class Model:
     """The same behaviour in loops over slots and positions, without buffers."""
 
@@ -298,6 +344,10 @@ class Model:
         if publishing:
             self.probs[slot] = [0.0] * K
 
+    def drop_slots(self, slots):
+        for slot in slots:
+            self.owner[slot] += 1
+
     def restart(self):
         self.rounds.clear()
         self.held.clear()
@@ -321,6 +371,7 @@ STEPS = st.one_of(
     ROUNDS,
     st.tuples(st.just("land")),
     st.tuples(st.just("reset"), st.sampled_from(ALL), st.booleans()),
+    st.tuples(st.just("drop"), st.lists(st.sampled_from(ALL), unique=True)),
     st.tuples(st.just("restart")),
 )
 
@@ -339,6 +390,9 @@ def test_any_sequence_of_steps_agrees_with_the_model(steps):
         elif kind == "restart":
             mirror.restart()
             model.restart()
+        elif kind == "drop":
+            mirror.drop_slots(*args)
+            model.drop_slots(*args)
         else:
             mirror.reset_slot(args[0], publishing=args[1])
             model.reset_slot(args[0], publishing=args[1])

@@ -9,6 +9,7 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
   * A row that no real draft wrote is zero on both sides, so a padded or
     never-drafted request is never admitted ahead of a real draft.
   * A copy that lands after its slot was given to another request is dropped.
+  * Whatever writes the device's confidences waits for the copy that reads them.
 """
 
 import numpy as np
@@ -59,7 +60,18 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
         """
         super().reset_slot(slot, publishing=publishing)
         if publishing:
+            self._await_last_copy()
             self.probs[slot].zero_()
+
+    def _await_last_copy(self) -> None:
+        """Let the main stream wait for the copy that reads ``probs``, before a write.
+
+        A write that overtook it would change what the host sees of the last round,
+        on each rank in its own way.
+        """
+        if self._in_flight:
+            main_stream = torch.cuda.current_stream(self.device)
+            main_stream.wait_event(self._in_flight[-1].event)
 
     def land(self) -> None:
         """Take in every round but the latest, waiting for its copy."""
@@ -100,9 +112,7 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
             draft_depth: Positions that were drafted.
         """
         main_stream = torch.cuda.current_stream(self.device)
-        if self._in_flight:
-            # The last copy reads `self.probs`, which is about to change.
-            main_stream.wait_event(self._in_flight[-1].event)
+        self._await_last_copy()
         self.probs[idx_mapping] = probs[: slots.shape[0]]
         if not self._free:
             self.land()

@@ -11,10 +11,12 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
     alike. A request that a step left out keeps its drafts, so its row stays held
     although the round is over.
   * Rows whose drafts were made while publishing was off are not fresh.
-  * What lands after its slot was given to another request is dropped.
+  * What lands after its slot was freed or given to another request is dropped, and
+    nothing is held for a request that has ended.
   * Positions beyond the depth that was drafted carry the learned prior.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,6 +138,16 @@ class SurvivalHistory:
         self._survival[slot] = 0.0
         self._fresh[slot] = publishing
 
+    def drop_slots(self, slots: Sequence[int]) -> None:
+        """Let go of what is held for requests that have ended.
+
+        Their last drafts are never judged, so no later round would release them.
+
+        Args:
+            slots: The slots they had, each once.
+        """
+        self._generation[slots] += 1
+
     def all_fresh(self, slots: np.ndarray) -> bool:
         """Return whether the drafts in hand of every slot were published.
 
@@ -194,6 +206,8 @@ class SurvivalHistory:
         """Take in the rows whose drafts are done with; return those to hold on to."""
         current = self._generation[held.slots] == held.generations
         pending = current & (self._last_serial[held.slots] == held.serial)
+        if pending.all():
+            return held, probs
         is_held = bool(pending.any())
         done, seen = (
             (held.select(~pending), probs[~pending])

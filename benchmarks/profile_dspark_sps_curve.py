@@ -30,6 +30,7 @@ from arguments import (
     number,
     output_file,
     positive_int,
+    readable_file,
 )
 from common import environment, repro_command
 
@@ -62,7 +63,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-o", "--out", type=output_file, help="write the curve here")
     parser.add_argument("--plot", type=image_file, help="write a PNG here")
     parser.add_argument(
-        "--from-json", type=Path, help="print and plot this file, measure nothing"
+        "--from-json",
+        type=readable_file,
+        help="print and plot this file, measure nothing",
     )
     parser.add_argument(
         "--iters",
@@ -270,7 +273,9 @@ def read_curve(path: Path) -> StepCosts:
     """
     try:
         curve = load_sps_curve(path)
-        costs = StepCosts.from_json(curve.document or {})
+        if curve.document is None:
+            raise ValueError("a list of points holds no tables; write a file with -o")
+        costs = StepCosts.from_json(curve.document)
         if costs.max_num_reqs < 1:
             raise ValueError("its tables cover no request; measure it again with -o")
         return costs

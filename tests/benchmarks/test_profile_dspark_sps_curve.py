@@ -5,12 +5,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from vllm.config.dspark_calibration import CALIBRATION_KEY
 from vllm.config.dspark_capacity import DSparkCapacityConfig
-from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
+from vllm.config.dspark_values import CURVE_KEYS, read_sps_curve
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import TABLE_KEYS, StepCosts
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -79,8 +82,8 @@ def test_edges_are_accepted_and_what_is_not_ours_is_left_to_vllm():
     "argv",
     [
         MODEL,
-        ["--from-json", "c.json", "-o", "d.json"],
-        ["--from-json", "c.json", "target"],
+        ["--from-json", __file__, "-o", "d.json"],
+        ["--from-json", __file__, "target"],
     ],
 )
 def test_a_file_is_either_written_or_read(argv):
@@ -113,6 +116,24 @@ def test_from_json_prints_and_plots_without_an_engine(curve_file, tmp_path):
     assert f"from {knee} requests on" in done.stdout
     assert all(f"depth {d}" in done.stdout for d in DEPTHS)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_written_file_holds_only_keys_that_are_read(monkeypatch, tmp_path):
+    entry = {"key": {}, "sections": {"costs": make_costs().to_json()}}
+
+    class Engine:
+        @staticmethod
+        def from_engine_args(made):
+            (made / "entry.json").write_text(json.dumps(entry))
+            return SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+
+    monkeypatch.setattr(profiler, "engine_args", lambda rest, cache: Path(cache))
+    monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine", Engine)
+    args, rest = profiler.parse_args([*MODEL, "-o", str(tmp_path / "c.json")])
+    document = profiler.measure(args, rest)
+    assert set(document) <= set(CURVE_KEYS)
+    assert set(TABLE_KEYS) | {CALIBRATION_KEY} <= set(CURVE_KEYS)
+    assert read_sps_curve(document).document == document
 
 
 def test_from_json_reads_a_file_as_the_engine_does(curve_file, capsys):

@@ -72,6 +72,7 @@ def test_bad_variable_names_itself_value_and_way_out(name, text):
     ("name", "hint"),
     [
         ("VLLM_DSPARK_TPCHECK", "'VLLM_DSPARK_TP_CHECK'"),
+        ("VLLM_DSPARK_TEMPERATURE", r"'VLLM_DSPARK_TEMPERATURE'\. Known"),
         ("VLLM_DSPARK", "environment variable 'VLLM_DSPARK'"),
         ("VLLM_DSPARKTP_CHECK", "'VLLM_DSPARK_TP_CHECK'"),
     ],

@@ -153,9 +153,36 @@ def test_a_key_that_stands_twice_in_a_file_is_named(tmp_path, content, key):
 def test_equal_keys_of_different_objects_are_no_duplicates(tmp_path):
     path = tmp_path / "curve.json"
     document = {"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve": CURVE}
-    extra = {"a": {"version": 1}, "b": [{"a": 1}, {"a": 2}]}
+    extra = {"env": {"version": 1}, "measured": [{"a": 1}, {"a": 2}]}
     path.write_text(json.dumps(document | extra))
     assert load_sps_curve(path).document == document | extra
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("confidence_calibratoin", "confidence_calibration"), ("drfat_ms", "draft_ms")],
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_key_that_nothing_reads_is_named_with_the_nearest(
+    tmp_path, key, near, as_file
+):
+    """Served without it, the curve would be another than the user wrote."""
+    document = {"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve": CURVE}
+    given_curve = document | {key: {}}
+    if as_file:
+        path = tmp_path / "curve.json"
+        path.write_text(json.dumps(given_curve))
+        given_curve = str(path)
+    text = refusal(given_curve)
+    assert "Unknown key of dspark_sps_curve" in text and f"{key!r}" in text
+    assert f"Did you mean {near!r}?" in text
+    assert not as_file or str(path) in text
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", ""])
+def test_what_is_no_regular_file_is_called_so(tmp_path, name):
+    given_curve = name or str(tmp_path)
+    assert f"{given_curve!r} is no regular file" in refusal(given_curve)
 
 
 def test_a_path_object_names_a_file_as_its_text_does(tmp_path):
@@ -198,9 +225,25 @@ def test_file_in_the_way_of_a_directory_is_named(tmp_path, under):
 
 
 def test_directory_without_permission_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(values.os, "access", lambda *_: False)
-    with pytest.raises(values.DSparkCapacityConfigError, match="cannot be written to"):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(values.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(
+        values.DSparkCapacityConfigError,
+        match=r"cannot be written to \(Permission denied\)",
+    ):
         values.read_directory("key", str(tmp_path / "new"), off="off")
+
+
+def test_file_system_that_takes_no_files_is_refused_to_root_too():
+    with pytest.raises(values.DSparkCapacityConfigError, match="/proc cannot be wr"):
+        values.read_directory("key", "/proc/costs", off="off")
+
+
+def test_a_directory_is_tried_and_nothing_is_left_in_it(tmp_path):
+    assert values.read_directory("key", str(tmp_path / "new"), off="off")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

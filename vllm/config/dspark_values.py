@@ -16,6 +16,7 @@ import difflib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,8 +66,14 @@ def unknown_name(
         what: Kind of name, such as ``speculative_config key``.
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    # What all begin with says nothing about which of them was meant.
+    start = os.path.commonprefix(known) if len(known) > 1 else ""
+    if not name.lower().startswith(start.lower()):
+        start = ""
+    endings = {k[len(start) :].lower(): k for k in known}
+    ending = name[len(start) :].lower()
+    near = difflib.get_close_matches(ending, endings, n=1, cutoff=0.6)
+    hint = f" Did you mean {endings[near[0]]!r}?" if near else ""
     return DSparkCapacityConfigError(
         f"Unknown {what} {name!r}.{hint} Known: {', '.join(known)}. Correct the "
         "name or remove it."
@@ -137,8 +144,12 @@ def _directory_problem(path: str) -> str:
         nearest = os.path.dirname(nearest)
     if not os.path.isdir(nearest):
         return f"{nearest} is not a directory"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"{nearest} cannot be written to"
+    try:
+        # Permission bits say nothing to root, nor of a file system that is read-only.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as e:
+        return f"{nearest} cannot be written to ({e.strerror})"
     return ""
 
 
@@ -207,6 +218,15 @@ def _curve_error(origin: str, value: Any, problem: str) -> DSparkCapacityConfigE
     )
 
 
+# What a curve file may hold: its points, the full cost tables, a calibration, and
+# where it comes from.
+CURVE_KEYS = (
+    *("schema", "version", "sps_curve"),
+    *("draft_ms", "verify_uniform_ms", "verify_varlen_ms"),
+    *("verify_context_ms", "draft_context_ms"),
+    *("overhead_ms", "whole_step", "num_stalled_samples"),
+    *("confidence_calibration", "measured", "env", "repro"),
+)
 # Bounds that no engine reaches, so that sums of step times stay finite.
 MAX_CURVE_TOKENS = 1_000_000_000
 MIN_CURVE_RATE = 1e-6
@@ -248,11 +268,12 @@ def read_sps_curve(value: Any, origin: str = "inline") -> SpsCurveInput:
     Args:
         value: ``[[tokens, steps_per_s], ...]`` or the versioned object
             ``{"schema": "vllm-dspark-sps-curve", "version": 1, "sps_curve":
-            [...], ...}``.
+            [...], ...}``, with any of CURVE_KEYS.
         origin: Where it came from, for messages.
 
     Raises:
-        DSparkCapacityConfigError: Wrong shape, schema, version or point.
+        DSparkCapacityConfigError: Wrong shape, schema, version or point, or a key
+            that nothing reads.
     """
     if not isinstance(value, Mapping):
         return SpsCurveInput(_read_points(value, origin), None, origin)
@@ -264,6 +285,12 @@ def read_sps_curve(value: Any, origin: str = "inline") -> SpsCurveInput:
             f"an object must have schema {CURVE_SCHEMA!r} and version {CURVE_VERSION}",
         )
     points = _read_points(value.get("sps_curve"), origin)
+    for key in value:
+        if key not in CURVE_KEYS:
+            where = "key of dspark_sps_curve"
+            if origin != "inline":
+                where += f" (file {origin})"
+            raise unknown_name(str(key), CURVE_KEYS, what=where)
     return SpsCurveInput(points, dict(value), origin)
 
 
@@ -295,7 +322,10 @@ def load_sps_curve(path: str | os.PathLike[str]) -> SpsCurveInput:
     # Checked before opening: a pipe or device would block for ever.
     if not os.path.isfile(full):
         hint = ', did you mean "auto"?' if shown.strip().lower() == "auto" else ""
-        raise _curve_error("inline", shown, f"there is no file {shown!r}{hint}")
+        problem = f"there is no file {shown!r}{hint}"
+        if os.path.exists(full):
+            problem = f"{shown!r} is no regular file"
+        raise _curve_error("inline", shown, problem)
     try:
         with open(full, "rb") as f:
             data = f.read(MAX_CURVE_FILE_BYTES + 1)

@@ -296,7 +296,7 @@ def test_without_varlen_graphs_no_budget_saves_time_but_depths_differ():
 # ---- a file with full tables -------------------------------------------------
 
 
-MISSPELT = object()
+MISSING = object()
 
 
 def file_costs(costs, overhead_ms=0.5, **changes):
@@ -326,7 +326,7 @@ def test_full_tables_of_a_file_are_used_where_they_fit(monkeypatch):
         ({"draft_ms": {}}, "both need the same depths"),
         ({"verify_varlen_ms": [1.0, 10**400]}, "beyond any time"),
         ({"num_stalled_samples": float("inf")}, "num_stalled_samples=inf"),
-        ({"draft_ms": MISSPELT}, "damaged (KeyError('draft_ms'))"),
+        ({"draft_ms": MISSING}, "damaged (KeyError('draft_ms'))"),
     ],
 )
 def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
@@ -340,8 +340,8 @@ def test_tables_that_do_not_fit_give_way_to_the_points_with_a_reason(
     measured = make_costs(AUTO)
     profile(measured)
     document = measured.step_costs.to_json() | change
-    if document["draft_ms"] is MISSPELT:
-        document["drfat_ms"] = document.pop("draft_ms")
+    if document["draft_ms"] is MISSING:
+        del document["draft_ms"]
     given = make_costs({"dspark_sps_curve": document})
     given.finish()
     assert given.step_costs.whole_step and not given.measured

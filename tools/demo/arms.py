@@ -30,8 +30,14 @@ EXAMPLE_CURVE = [
     [64, 5.0],
 ]
 
-# The rehearsal sets what else it needs; these two must be there before Python starts.
-_CPU_ENV = {"VLLM_DSPARK_CPU_REHEARSAL": "1", "TRITON_INTERPRET": "1"}
+# The rehearsal sets what else it needs; these must be there before Python starts.
+_CPU_ENV = {
+    "VLLM_DSPARK_CPU_REHEARSAL": "1",
+    "TRITON_INTERPRET": "1",
+    # Threads gain nothing on a model this small, and waiting ones take the client's
+    # and the front end's time on a small machine.
+    "OMP_NUM_THREADS": "1",
+}
 # FlashInfer's sampler is compiled on first use, which needs nvcc.
 _GPU_ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _COMMON_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

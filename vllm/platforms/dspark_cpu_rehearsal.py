@@ -84,8 +84,8 @@ def install() -> None:
         raise RehearsalError(
             f"{REHEARSAL_VARIABLE}=1, but vLLM runs on the platform "
             f"'{current_platform.device_type or 'unknown'}'; allowed: the CPU build. "
-            f"Unset {REHEARSAL_VARIABLE} to use the accelerator, or install "
-            "'vllm-dspark-capacity[cpu]' in an environment of its own."
+            f"Unset {REHEARSAL_VARIABLE} to use the accelerator, or run pip install "
+            "'.[cpu]' (from a checkout) in an environment of its own."
         )
     prepare_environment()
     _require_interpreter()
@@ -119,7 +119,7 @@ def _require_interpreter() -> None:
     if importlib.util.find_spec("triton") is None:
         raise RehearsalError(
             f"{REHEARSAL_VARIABLE}=1 needs Triton, which is not installed. Run "
-            "pip install 'vllm-dspark-capacity[cpu]'."
+            "pip install '.[cpu]' (from a checkout)."
         )
     from triton.language import standard
     from triton.runtime.interpreter import InterpretedFunction
@@ -136,7 +136,7 @@ def _require_interpreter() -> None:
         raise RehearsalError(
             "vLLM disabled Triton: no active backend named 'cpu'. Install the entry "
             "point vllm_dspark_triton_cpu (group triton.backends): python "
-            "tools/link_overlay.py, or pip install 'vllm-dspark-capacity[cpu]'."
+            "tools/link_overlay.py, or pip install '.[cpu]' (from a checkout)."
         )
 
 

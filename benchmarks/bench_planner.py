@@ -160,7 +160,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Host time of one plan, next to upstream's."
     )
-    parser.add_argument("--out", type=output_file, help="append JSON lines here")
+    parser.add_argument("-o", "--out", type=output_file, help="append JSON lines here")
     parser.add_argument(
         "--num-reqs", type=positive_int, nargs="+", default=[8, 64, 256, 1024]
     )

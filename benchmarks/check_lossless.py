@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--waves", default="64,1,17", help="requests at once, one load after another")
     add("--prompt-len", type=positive_int, default=32, help="of random prompts")
     add("--output-len", type=positive_int, default=96)
-    add("--out", type=output_file, default="out/lossless.jsonl")
+    add("-o", "--out", type=output_file, default="out/lossless.jsonl")
     args = parser.parse_args(argv)
     args.arms = ["none", *(a for a in args.arms if a != "none")]
     check_engine_arguments(parser, args, depths_by_load=True)

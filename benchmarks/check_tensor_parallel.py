@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpu-memory-utilization", type=number(0, 1, open_low=True), default=0.1)
     add("--phase-limit-s", type=number(1), default=120.0, help="longer is a hang")
     add("--seed", type=seed_number, default=0)
-    add("--out", type=output_file, default="out/tensor_parallel.jsonl")
+    add("-o", "--out", type=output_file, default="out/tensor_parallel.jsonl")
     args = parser.parse_args(argv)
     args.scenarios = args.scenarios.split(",")
     for name in args.scenarios:

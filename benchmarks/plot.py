@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--out", type=image_file, default="out/sweep.png")
+    parser.add_argument("-o", "--out", type=image_file, default="out/sweep.png")
     args = parser.parse_args(argv)
     try:
         curves = read_throughput(args.files)

@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--costs", type=Path, help="records of a sweep, for the regret")
     parser.add_argument(
-        "--out", type=output_file, help="append records here (JSON lines)"
+        "-o", "--out", type=output_file, help="append records here (JSON lines)"
     )
     parser.add_argument("--plot", type=image_file, help="write the diagram here (PNG)")
     args = parser.parse_args(argv)

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", default="calibration")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
-        "--out", type=output_file, default="out/calibration-record.jsonl"
+        "-o", "--out", type=output_file, default="out/calibration-record.jsonl"
     )
     args = parser.parse_args(argv)
     if args.per_kind < 1:

@@ -115,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
     add("--host-ms-per-request", type=number(0), default=0.0)
-    add("--out", type=output_file, help="write JSON lines here")
+    add("-o", "--out", type=output_file, help="write JSON lines here")
     add("--plot", type=image_file, help="write a PNG here")
     args = parser.parse_args(argv)
     try:

@@ -151,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_traffic_arguments(parser)
     add = parser.add_argument
     add("--repetitions", type=positive_int, default=3, help="the first is apart")
-    add("--out", type=output_file, default="out/sweep.jsonl")
+    add("-o", "--out", type=output_file, default="out/sweep.jsonl")
     args = parser.parse_args(argv)
     check_engine_arguments(parser, args)
     try:

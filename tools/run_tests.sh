@@ -5,9 +5,8 @@
 # one busy thread, and files share nothing.
 # With --gpu-release first, they run on the Python of the release that GPUs get, with
 # the CPU build's extensions (see tools/make_gpu_release_site.py); without further
-# arguments, those of vLLM's own behaviour. Also worth a run before a release:
-# tests/v1/worker/gpu/test_dspark_depth.py (some minutes; only there does depth 0 skip
-# the draft's query pass).
+# arguments, those of vLLM's own behaviour and of draft depths (only there does depth 0
+# skip the draft's query pass).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup_env.sh
@@ -16,7 +15,9 @@ if [ "${1-}" = --gpu-release ]; then
     site=$("$PYTHON" tools/make_gpu_release_site.py)
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
     if [ $# = 0 ]; then
-        set -- tests/v1/worker/gpu/test_dspark_correctness_stock.py
+        folder=tests/v1/worker/gpu
+        set -- -n 2 --dist loadfile "$folder"/test_dspark_correctness_stock.py \
+            "$folder"/test_dspark_depth.py "$folder"/test_dspark_dflash.py
     fi
 elif [ $# = 0 ]; then
     set -- -n 2 --dist loadfile

@@ -275,7 +275,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=output_file, help="append JSON lines to this file"
+        "-o", "--out", type=output_file, help="append JSON lines to this file"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--arms", type=list_of(one_of(ARMS)), default=list(ARMS))

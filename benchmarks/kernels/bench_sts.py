@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=positive_int, default=7, help="draft positions K"
     )
     parser.add_argument("--rounds", type=positive_int, default=30)
-    parser.add_argument("--out", type=output_file)
+    parser.add_argument("-o", "--out", type=output_file)
     args = parser.parse_args(argv)
     if min(args.reqs) < 1 or args.rounds < 1 or not 1 <= args.steps <= 16:
         parser.error("--reqs and --rounds must be at least 1, --steps in [1, 16]")

@@ -199,6 +199,12 @@ def test_a_plain_model_as_draft_is_refused_by_name(build, target_args):
         build(**AUTO, model=target_args["model"])
 
 
+def test_a_draft_that_was_left_out_is_said_to_be_missing(build):
+    with pytest.raises(ValueError, match="this is the target itself") as caught:
+        build(**AUTO, model=None)
+    assert 'Give "model", the draft' in str(caught.value)
+
+
 @pytest.mark.parametrize("method", ["mtp", "eagle"])
 def test_another_method_is_refused_before_upstream_looks_at_it(build, method):
     with pytest.raises(ValueError, match=f"method='{method}' does not work"):

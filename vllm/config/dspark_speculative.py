@@ -256,12 +256,16 @@ def _check_draft(spec: DSparkSpeculativeConfig, capacity: DSparkCapacityConfig) 
     if not spec.reports_confidences:
         _check_depth_only(spec, capacity)
     elif not has_confidence_head(spec):
+        is_target = spec.model == spec.target_model_config.model
         _refuse(
             "model",
             spec.model,
             "a DSpark checkpoint with a confidence head (enable_confidence_head: true "
-            "in its config.json)",
-            "Use such a draft (without one, upstream's own \"enable_adaptive_"
+            "in its config.json)"
+            + (", and this is the target itself" if is_target else ""),
+            'Give "model", the draft, in --speculative-config'
+            if is_target
+            else "Use such a draft (without one, upstream's own \"enable_adaptive_"
             'verification": true estimates acceptance)',
         )
     if spec.num_speculative_tokens_per_batch_size is not None:

@@ -128,3 +128,14 @@ def test_prompts_that_are_none_are_a_usage_error(content, tmp_path, capsys):
         LOSSLESS(["--prompts", str(prompts)])
     assert exit_.value.code == 2
     assert "prompts.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5, 16])
+def test_planner_bench_plans_at_every_depth(depth):
+    """Enabled depths beyond K would be no configuration."""
+    costs = bench_planner.make_costs(4, depth)
+    assert costs.depths[-1] == depth
+    arms = bench_planner.make_arms(4, depth, seed=0)
+    assert {"plan_budget", "plan_step", "serve_step"} <= set(arms)
+    for name in ("plan_budget", "plan_step", "serve_step"):
+        arms[name]()

@@ -51,8 +51,8 @@ from benchmarks.common import (  # noqa: E402
     new_records,
     print_table,
 )
+from benchmarks.sweep import checkpoints  # noqa: E402
 from benchmarks.sweep.arms import Arm  # noqa: E402
-from benchmarks.sweep.checkpoints import PRESETS, write_preset  # noqa: E402
 from benchmarks.sweep.engine import EngineSetup, Load, run  # noqa: E402
 from benchmarks.sweep.options import add_traffic_arguments, loads_of  # noqa: E402
 from benchmarks.sweep.traffic import LengthRange  # noqa: E402
@@ -72,7 +72,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     """
     add = parser.add_argument
     add("--arms", type=list_of(str), default=arms.split(","))
-    add("--preset", choices=sorted(PRESETS), default="tiny-dims")
+    add("--preset", choices=sorted(checkpoints.PRESETS), default="tiny-dims")
     add("--target", help="target checkpoint instead of a preset")
     add("--draft", help="draft checkpoint instead of a preset")
     add(
@@ -193,6 +193,7 @@ def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
         llm["dtype"] = args.dtype
     if args.target is None:
         llm |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        llm |= checkpoints.LLM_ARGUMENTS.get(args.preset, {})
     return llm
 
 
@@ -257,12 +258,16 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
     """Start every arm's engine: those that profile last, when the rest is idle."""
     target, draft = args.target, args.draft
     if target is None:
-        target, draft = write_preset(root, args.preset, args.full_depth)
+        target, draft = checkpoints.write_preset(root, args.preset, args.full_depth)
     arms: dict[str, ArmProcess] = {}
 
     def start(arm: Arm) -> None:
         rates = tuple(args.rates) if args.acceptance == "rates" else None
-        knee = {"VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1"}
+        environ = {}
+        if args.target is None:
+            environ |= checkpoints.ENVIRON.get(args.preset, {})
+        if arm.holds_depth:
+            environ["VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE"] = "1"
         arms[arm.name] = ArmProcess(
             EngineSetup(
                 arm=arm.name,
@@ -272,7 +277,9 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
                 rates=rates,
                 world=_world(args) if args.acceptance == "coupled" else None,
                 llm=_llm_arguments(args),
-                environ=knee if arm.holds_depth else {},
+                environ=environ,
+                stand_ins=args.target is None
+                and args.preset == checkpoints.DEEPSEEK_V4,
             )
         )
 

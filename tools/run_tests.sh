@@ -5,8 +5,8 @@
 # one busy thread, and files share nothing.
 # With --gpu-release first, they run on the Python of the release that GPUs get, with
 # the CPU build's extensions (see tools/make_gpu_release_site.py); without further
-# arguments, those of vLLM's own behaviour and of draft depths (only there does depth 0
-# skip the draft's query pass).
+# arguments, those of vLLM's own behaviour, of draft depths (only there does depth 0
+# skip the draft's query pass) and of the DeepSeek-V4 preset.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup_env.sh
@@ -17,7 +17,8 @@ if [ "${1-}" = --gpu-release ]; then
     if [ $# = 0 ]; then
         folder=tests/v1/worker/gpu
         set -- -n 2 --dist loadfile "$folder"/test_dspark_correctness_stock.py \
-            "$folder"/test_dspark_depth.py "$folder"/test_dspark_dflash.py
+            "$folder"/test_dspark_depth.py "$folder"/test_dspark_dflash.py \
+            tests/benchmarks/sweep/test_deepseek_v4_stand_ins.py
     fi
 elif [ $# = 0 ]; then
     set -- -n 2 --dist loadfile

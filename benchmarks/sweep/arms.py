@@ -52,11 +52,13 @@ class Arm:
         """Return K of the engine: ``full_depth`` where the arm pins a depth below."""
         return max(full_depth, self.depth) if self.kind == "pinned" else self.depth
 
-    def speculative_config(self, draft: str, full_depth: int) -> dict[str, Any] | None:
+    def speculative_config(
+        self, draft: str | None, full_depth: int
+    ) -> dict[str, Any] | None:
         """Return the ``--speculative-config`` of this arm, without acceptance keys.
 
         Args:
-            draft: Draft checkpoint.
+            draft: Draft checkpoint; None for one that is part of the target's.
             full_depth: K of ``pinned`` arms.
         """
         if self.kind == "none":
@@ -64,9 +66,10 @@ class Arm:
         num_tokens = self.num_speculative_tokens(full_depth)
         config: dict[str, Any] = {
             "method": "dspark",
-            "model": draft,
             "num_speculative_tokens": num_tokens,
         }
+        if draft is not None:
+            config["model"] = draft
         if self.kind == "upstream":
             config["enable_adaptive_verification"] = True
         elif self.kind == "capacity":

@@ -216,7 +216,6 @@ def install(world: World) -> None:
     The engine must use synthetic acceptance with every rate 1, and its requests
     must carry seeds.
     """
-    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
@@ -229,9 +228,10 @@ def install(world: World) -> None:
 
     def sample_with_speculator(self: Any, num_reqs: int, head_hidden: Any) -> None:
         drafting[:] = [self]
+        self.model.compute_confidence = compute_confidence
         sample_sequential(self, num_reqs, head_hidden)
 
-    def compute_confidence(self: Any, head_hidden: Any, markov_embed: Any) -> Any:
+    def compute_confidence(head_hidden: Any, markov_embed: Any) -> Any:
         speculator, num_rows = drafting[0], head_hidden.shape[0]
         return coupled.report_confidence(
             speculator.sample_idx_mapping[:num_rows],
@@ -270,6 +270,5 @@ def install(world: World) -> None:
         return draft_sampled, pos
 
     DSparkSpeculator._sample_sequential = sample_with_speculator
-    Qwen3DSparkForCausalLM.compute_confidence = compute_confidence
     rejection_sampler.RejectionSampler.__call__ = verify_with_sampler
     rejection_sampler.gather_draft_sampled = gather_and_reject

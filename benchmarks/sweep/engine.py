@@ -22,7 +22,7 @@ from benchmarks.sweep.stepped import (
 from benchmarks.sweep.traffic import LengthRange, Traffic, make_request
 
 # What the ranks apply, JSON: {"rates": unconditional acceptance by position} or
-# {"world": World.to_json()} or {}.
+# {"world": World.to_json()} or neither, and {"stand_ins": true} where asked for.
 SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
 # By name only: importing it in this process would leave nothing to the ranks.
 WORKER_EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
@@ -35,23 +35,25 @@ class EngineSetup:
     Attributes:
         arm: Arm name, see ``arms.Arm``.
         target: Target checkpoint.
-        draft: Draft checkpoint.
+        draft: Draft checkpoint; None for one that is part of the target's.
         full_depth: K of arms that hold a lower depth.
         rates: Unconditional acceptance by position for synthetic acceptance; None
             verifies real drafts.
         world: Of coupled acceptance; then ``rates`` is not read.
         llm: Keyword arguments of ``LLM``.
         environ: Environment variables of the process.
+        stand_ins: Whether DeepSeek-V4 runs without its optional packages.
     """
 
     arm: str
     target: str
-    draft: str
+    draft: str | None
     full_depth: int
     rates: tuple[float, ...] | None = None
     world: World | None = None
     llm: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    stand_ins: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
 
     arm = Arm.parse(setup.arm)
     config = arm.speculative_config(setup.draft, setup.full_depth)
-    worker: dict[str, Any] = {}
+    worker: dict[str, Any] = {"stand_ins": True} if setup.stand_ins else {}
     if config is not None and setup.world is not None:
         num_tokens = config["num_speculative_tokens"]
         config["rejection_sample_method"] = "synthetic"
@@ -115,7 +117,11 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
         config["synthetic_acceptance_rates"] = list(rates)
         worker["rates"] = list(rates)
     os.environ[SETUP_VARIABLE] = json.dumps(worker)
+    if setup.stand_ins:
+        # Here too: reading the model's config imports the model.
+        from benchmarks.sweep.deepseek_v4_stand_ins import install
 
+        install()
     from vllm import LLM
 
     llm = LLM(

@@ -2,6 +2,7 @@
 """Options that say what traffic a sweep sends."""
 
 import argparse
+from typing import Any
 
 from benchmarks.arguments import list_of, natural, number, positive_int
 from benchmarks.sweep.traffic import LengthRange, Traffic
@@ -25,25 +26,28 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = "tokens: N, or LOW-HIGH drawn for each request"
     add("--prompt-len", type=length_range, default=LengthRange(64, 64), help=lengths)
     add("--output-len", type=length_range, default=LengthRange(128, 128), help=lengths)
-    add("--concurrency", type=list_of(positive_int), default=[1, 8])
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
+    add(
+        "--concurrency",
+        type=list_of(positive_int),
+        help="closed loops; 1,8 where no other traffic is asked for",
+    )
+    add(
         "--steady",
         action="store_true",
-        help="closed loop that refills: the drain of a batch is not measured",
+        help="closed loops that refill: the drain of a batch is not measured",
     )
-    kind.add_argument(
+    add(
         "--arrival-rate",
         type=list_of(number(0, open_low=True)),
         help="open loop: requests per second, Poisson; reports latency",
     )
-    kind.add_argument(
+    add(
         "--step-change",
         type=list_of(positive_int),
         metavar="C,C,C",
         help="change the load from one concurrency to the next, e.g. 4,256,4",
     )
-    kind.add_argument(
+    add(
         "--churn",
         type=positive_int,
         metavar="C",
@@ -61,19 +65,51 @@ def add_traffic_arguments(parser: argparse.ArgumentParser) -> None:
 def loads_of(args: argparse.Namespace) -> list[tuple[dict, int, Traffic | None]]:
     """Return (labels, concurrency, traffic) of every load level.
 
+    Kinds of traffic follow each other in the order closed, open, step change, churn.
+
     Raises:
         ValueError: Options that exclude each other.
     """
-    timed = {"seconds": args.seconds, "max_requests": args.max_requests}
-    if args.arrival_rate:
-        return [
-            (
-                {"traffic": "open", "arrival_rate": rate},
-                0,
-                Traffic("open", arrival_rate=rate, **timed),
-            )
-            for rate in args.arrival_rate
-        ]
+    others = _open_loads(args) + _changing_loads(args)
+    if args.steady and others and not args.concurrency:
+        raise ValueError("--steady needs --concurrency beside other traffic")
+    return _closed_loads(args, args.concurrency or ([] if others else [1, 8])) + others
+
+
+def _timed(args: argparse.Namespace) -> dict[str, Any]:
+    return {"seconds": args.seconds, "max_requests": args.max_requests}
+
+
+def _closed_loads(
+    args: argparse.Namespace, levels: list[int]
+) -> list[tuple[dict, int, Traffic | None]]:
+    if not args.steady:
+        return [({"concurrency": c}, c, None) for c in levels]
+    return [
+        (
+            {"concurrency": c, "traffic": "steady"},
+            c,
+            Traffic("steady", levels=(c,), **_timed(args)),
+        )
+        for c in levels
+    ]
+
+
+def _open_loads(args: argparse.Namespace) -> list[tuple[dict, int, Traffic | None]]:
+    return [
+        (
+            {"traffic": "open", "arrival_rate": rate},
+            0,
+            Traffic("open", arrival_rate=rate, **_timed(args)),
+        )
+        for rate in args.arrival_rate or ()
+    ]
+
+
+def _changing_loads(
+    args: argparse.Namespace,
+) -> list[tuple[dict, int, Traffic | None]]:
+    found: list[tuple[dict, int, Traffic | None]] = []
     if args.step_change:
         if len(args.step_change) < 2 or args.seconds < 4:
             raise ValueError(
@@ -83,18 +119,9 @@ def loads_of(args: argparse.Namespace) -> list[tuple[dict, int, Traffic | None]]
         levels = tuple(args.step_change)
         text = ",".join(map(str, levels))
         traffic = Traffic("change", args.seconds, levels)
-        return [({"traffic": "change", "levels": text}, max(levels), traffic)]
+        found.append(({"traffic": "change", "levels": text}, max(levels), traffic))
     if args.churn:
-        traffic = Traffic("churn", levels=(args.churn,), **timed)
-        return [({"traffic": "churn", "up_to": args.churn}, args.churn, traffic)]
-    levels = args.concurrency
-    if args.steady:
-        return [
-            (
-                {"concurrency": c, "traffic": "steady"},
-                c,
-                Traffic("steady", levels=(c,), **timed),
-            )
-            for c in levels
-        ]
-    return [({"concurrency": c}, c, None) for c in levels]
+        labels = {"traffic": "churn", "up_to": args.churn}
+        traffic = Traffic("churn", levels=(args.churn,), **_timed(args))
+        found.append((labels, args.churn, traffic))
+    return found

@@ -9,9 +9,10 @@ else may import it first: it acts once, at import.
 import itertools
 import json
 import os
-import statistics
 import time
 from typing import Any
+
+import numpy as np
 
 from benchmarks.sweep.engine import SETUP_VARIABLE
 from benchmarks.sweep.host_times import HostTimes
@@ -73,6 +74,7 @@ class StepProbe:
         ``step_ms`` maps the scheduled width to the median time between the starts
         of two steps of the largest batch at that width: with asynchronous
         scheduling, the time of a step once the device is the bottleneck.
+        ``step_ms_p99`` has their 99th percentile.
         """
         steps, self._steps = self._steps, []
         plans, self._plans = self._plans, []
@@ -85,7 +87,8 @@ class StepProbe:
             "num_trimmed": len(trimmed),
             "mean_budget": _mean(trimmed),
             "mean_next_depth": _mean(depths),
-            "step_ms": _step_ms(steps),
+            "step_ms": _step_ms(steps, 50),
+            "step_ms_p99": _step_ms(steps, 99),
             "survival_prior": self._survival_prior(),
             "host_us": None if self._host_times is None else self._host_times.take(),
         }
@@ -140,21 +143,26 @@ def _mean(values: list[Any]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _step_ms(steps: list[tuple[float, int, int]]) -> dict[str, float]:
+def _step_ms(
+    steps: list[tuple[float, int, int]], percentile: float
+) -> dict[str, float]:
     largest = max((n for _, n, _ in steps), default=0)
     gaps: dict[str, list[float]] = {}
     for (start, num_reqs, num_tokens), (end, *_) in itertools.pairwise(steps):
         if num_reqs == largest and num_tokens <= 16 * num_reqs:
             width = f"{num_tokens / num_reqs:.2f}"
             gaps.setdefault(width, []).append(1e3 * (end - start))
-    return {w: statistics.median(g) for w, g in gaps.items() if len(g) > 2}
+    return {
+        width: float(np.percentile(found, percentile))
+        for width, found in gaps.items()
+        if len(found) > 2
+    }
 
 
 def _report_true_confidence(rates: list[float]) -> None:
     """Make the confidence head report the synthetic sampler's true rates."""
     import torch
 
-    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
     conditional = [r / p for r, p in zip(rates, (1.0, *rates), strict=False)]
@@ -164,19 +172,24 @@ def _report_true_confidence(rates: list[float]) -> None:
     def sample_sequential(self: Any, num_reqs: int, head_hidden: Any) -> None:
         # The number of positions of this pass: less than K at a lower depth.
         table["depth"] = self.num_speculative_steps
+        # Of the model at hand, whatever its family.
+        self.model.compute_confidence = compute_confidence
         original(self, num_reqs, head_hidden)
 
-    def compute_confidence(self: Any, head_hidden: Any, markov_embed: Any) -> Any:
+    def compute_confidence(head_hidden: Any, markov_embed: Any) -> Any:
         if "probs" not in table:
             table["probs"] = torch.tensor(conditional, device=head_hidden.device)
         depth = table["depth"]
         return table["probs"][:depth].repeat(head_hidden.shape[0] // depth)
 
     DSparkSpeculator._sample_sequential = sample_sequential
-    Qwen3DSparkForCausalLM.compute_confidence = compute_confidence
 
 
 _APPLIED = json.loads(os.environ.get(SETUP_VARIABLE, "{}"))
+if _APPLIED.get("stand_ins"):
+    from benchmarks.sweep.deepseek_v4_stand_ins import install as install_stand_ins
+
+    install_stand_ins()
 if "rates" in _APPLIED:
     _report_true_confidence(_APPLIED["rates"])
 if "world" in _APPLIED:

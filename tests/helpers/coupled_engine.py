@@ -23,13 +23,11 @@ _REPORTED: list[tuple[int, int, list[float]]] = []
 def coupled() -> Iterator[None]:
     """Install the world around an engine, and take it out again."""
     from benchmarks.sweep.coupled import install
-    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
     patched = [
         (DSparkSpeculator, "_sample_sequential"),
-        (Qwen3DSparkForCausalLM, "compute_confidence"),
         (rejection_sampler.RejectionSampler, "__call__"),
         (rejection_sampler, "gather_draft_sampled"),
     ]

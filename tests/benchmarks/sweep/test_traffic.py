@@ -90,9 +90,16 @@ def test_length_option():
         (["--arrival-rate", "1.5"], ["open"]),
         (["--step-change", "4,32,4"], ["change"]),
         (["--churn", "16"], ["churn"]),
+        (
+            "--steady --concurrency 2 --churn 4 --step-change 4,8 --arrival-rate 1,2",
+            ["steady", "open", "open", "change", "churn"],
+        ),
+        (["--concurrency", "2", "--churn", "4"], [None, "churn"]),
     ],
 )
 def test_options_choose_the_traffic(options, kinds):
+    if isinstance(options, str):
+        options = options.split()
     args = sweep_concurrency.parse_args(options)
     assert [t.kind if t else None for _, _, t in loads_of(args)] == kinds
     labels = [str(label) for label, *_ in args.levels]
@@ -102,7 +109,7 @@ def test_options_choose_the_traffic(options, kinds):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--steady", "--churn", "4"], "not allowed with"),
+        (["--steady", "--churn", "4"], "needs --concurrency"),
         (["--step-change", "4"], "at least two"),
         (["--step-change", "4,8", "--seconds", "3"], "at least 4"),
         (["--churn", "999"], "999"),

@@ -75,6 +75,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     add("--preset", choices=sorted(checkpoints.PRESETS), default="tiny-dims")
     add("--target", help="target checkpoint instead of a preset")
     add("--draft", help="draft checkpoint instead of a preset")
+    add("--method", choices=("dspark", "dflash"), default="dspark")
     add(
         "--acceptance",
         choices=("rates", "coupled", "real"),
@@ -127,6 +128,11 @@ def check_engine_arguments(
         parser.error(f"{held_by_load[0]}: only check_lossless.py has depthsK arms")
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft go together")
+    if args.method == "dflash" and (args.target is None or args.acceptance != "real"):
+        parser.error(
+            "--method dflash needs --target, --draft and --acceptance real: presets "
+            "have DSpark drafts, and only those report confidences"
+        )
     if args.acceptance == "real" and args.target is None and not depths_by_load:
         parser.error("--acceptance real needs --target and --draft: presets have none")
     deepest = max(
@@ -278,6 +284,7 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
                 world=_world(args) if args.acceptance == "coupled" else None,
                 llm=_llm_arguments(args),
                 environ=environ,
+                method=args.method,
                 stand_ins=args.target is None
                 and args.preset == checkpoints.DEEPSEEK_V4,
             )

@@ -53,19 +53,20 @@ class Arm:
         return max(full_depth, self.depth) if self.kind == "pinned" else self.depth
 
     def speculative_config(
-        self, draft: str | None, full_depth: int
+        self, draft: str | None, full_depth: int, method: str = "dspark"
     ) -> dict[str, Any] | None:
         """Return the ``--speculative-config`` of this arm, without acceptance keys.
 
         Args:
             draft: Draft checkpoint; None for one that is part of the target's.
             full_depth: K of ``pinned`` arms.
+            method: ``dspark`` or ``dflash``.
         """
         if self.kind == "none":
             return None
         num_tokens = self.num_speculative_tokens(full_depth)
         config: dict[str, Any] = {
-            "method": "dspark",
+            "method": method,
             "num_speculative_tokens": num_tokens,
         }
         if draft is not None:
@@ -75,8 +76,10 @@ class Arm:
         elif self.kind == "capacity":
             config["dspark_sps_curve"] = "auto"
         elif self.holds_depth:
-            # A flat curve: no plan ever leaves "verify everything".
-            config["dspark_sps_curve"] = [[1, 100.0], [1_000_000, 100.0]]
+            # A flat curve: no plan ever leaves "verify everything". DFlash drafts are
+            # never trimmed and take no curve.
+            flat = [[1, 100.0], [1_000_000, 100.0]]
+            config["dspark_sps_curve"] = flat if method == "dspark" else "auto"
             enabled = range(num_tokens) if self.kind == "depths" else [self.depth]
             config["dspark_draft_depths"] = sorted({*enabled, num_tokens})
         return config

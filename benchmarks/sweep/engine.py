@@ -42,6 +42,7 @@ class EngineSetup:
         world: Of coupled acceptance; then ``rates`` is not read.
         llm: Keyword arguments of ``LLM``.
         environ: Environment variables of the process.
+        method: Of speculation, ``dspark`` or ``dflash``.
         stand_ins: Whether DeepSeek-V4 runs without its optional packages.
     """
 
@@ -53,6 +54,7 @@ class EngineSetup:
     world: World | None = None
     llm: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    method: str = "dspark"
     stand_ins: bool = False
 
 
@@ -104,7 +106,7 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
     from benchmarks.sweep.arms import Arm
 
     arm = Arm.parse(setup.arm)
-    config = arm.speculative_config(setup.draft, setup.full_depth)
+    config = arm.speculative_config(setup.draft, setup.full_depth, setup.method)
     worker: dict[str, Any] = {"stand_ins": True} if setup.stand_ins else {}
     if config is not None and setup.world is not None:
         num_tokens = config["num_speculative_tokens"]

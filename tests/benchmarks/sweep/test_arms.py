@@ -42,3 +42,10 @@ def test_arms_that_hold_a_depth_enable_it_beside_k_and_never_trim(name, k, depth
     rates = {rate for _, rate in found["dspark_sps_curve"]}
     assert len(rates) == 1, "a flat curve: no plan verifies less"
     assert not Arm.parse("capacity7").holds_depth
+
+
+def test_dflash_arms_hold_their_depth_without_a_curve():
+    found = Arm.parse("depths5").speculative_config("draft", FULL, "dflash")
+    assert found["method"] == "dflash"
+    assert found["dspark_sps_curve"] == "auto", "DFlash refuses any other curve"
+    assert found["dspark_draft_depths"] == [0, 1, 2, 3, 4, 5]

@@ -97,6 +97,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     add("--max-num-seqs", type=positive_int, default=256)
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-cudagraph-capture-size", type=positive_int, default=1024)
+    add(
+        "--cudagraph-capture-sizes",
+        type=list_of(positive_int),
+        help="token counts to capture instead of vLLM's own",
+    )
     add("--gpu-memory-utilization", type=number(0, 1, open_low=True))
     add(
         "--kv-cache-gib",
@@ -192,6 +197,10 @@ def _llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
             "max_cudagraph_capture_size": args.max_cudagraph_capture_size,
         },
     }
+    if args.cudagraph_capture_sizes:
+        sizes = sorted(args.cudagraph_capture_sizes)
+        llm["compilation_config"]["cudagraph_capture_sizes"] = sizes
+        llm["compilation_config"]["max_cudagraph_capture_size"] = sizes[-1]
     if args.kv_cache_gib:
         # Sizing by what is free does not work while other arms allocate.
         llm["kv_cache_memory_bytes"] = int(args.kv_cache_gib * 2**30)

@@ -33,8 +33,10 @@ void launch_on_current_stream([[maybe_unused]] const AdmissionArgs& args,
 #ifdef DSPARK_WITH_CUDA
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(device_index, &stream));
+  // torch 2.11 has no macro of its own for this check.
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream(device_index, &stream) == AOTI_TORCH_SUCCESS,
+      "admit_drafts: torch did not say which stream is current");
   const char* error = admit_drafts_cuda(args, stream);
   STD_TORCH_CHECK(error == nullptr, "admit_drafts: the launch failed: ", error);
 #endif

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm
 from tests.helpers.admission import DEVICE, inputs_of, on_device, run
+from tests.helpers.paths import REPOSITORY
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.v1.worker.gpu.spec_decode.dspark import capacity
@@ -164,3 +165,20 @@ def test_native_and_triton_admit_the_same_drafts(native_operators):
     ]
     assert found[0] == found[1]
     assert pick_admission("native", DEVICE) is admit_drafts_native
+
+
+def test_the_sources_use_only_what_the_oldest_torch_declares():
+    # Read off the headers of torch 2.11.0, which the source was compiled with.
+    known = {
+        "AOTI_TORCH_SUCCESS",
+        "STABLE_TORCH_LIBRARY",
+        "STABLE_TORCH_LIBRARY_IMPL",
+        "STD_TORCH_CHECK",
+        "TORCH_BOX",
+        "aoti_torch_get_current_cuda_stream",
+    }
+    used = set()
+    for path in (REPOSITORY / "csrc").iterdir():
+        prefixes = r"\b(?:STD_|STABLE_|AOTI_|TORCH_|aoti_)\w+"
+        used |= set(re.findall(prefixes, path.read_text()))
+    assert used == known

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.arguments import output_file, positive_int  # noqa: E402
 from benchmarks.common import Record, append_records, new_records  # noqa: E402
 from benchmarks.json_files import read_lines  # noqa: E402
-from benchmarks.sweep.arms import Arm  # noqa: E402
+from benchmarks.sweep.arms import variants_of  # noqa: E402
 from benchmarks.sweep.engine import Load  # noqa: E402
 from benchmarks.sweep.traffic import LengthRange  # noqa: E402
 from benchmarks.sweep_concurrency import (  # noqa: E402
@@ -81,13 +81,6 @@ def make_loads(args: argparse.Namespace) -> list[Load]:
     return found
 
 
-def _variants(arm: Arm) -> list[tuple[str, int | None]]:
-    """Return the names and held depths under which an arm is compared."""
-    if arm.kind != "depths":
-        return [(arm.name, None)]
-    return [(f"depth {d} of {arm.depth}", d) for d in range(arm.depth + 1)]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Compare all arms with the first one, which does not speculate."""
     args = parse_args(argv)
@@ -99,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     ):
         expected = [arms[0].serve(load)["tokens"] for load in args.loads]
         for arm, parsed in zip(arms[1:], args.parsed_arms[1:], strict=True):
-            for name, depth in _variants(parsed):
+            for name, depth in variants_of(parsed):
                 loads = [replace(load, held_depth=depth) for load in args.loads]
                 found = [arm.serve(load) for load in loads]
                 num_different += _compare(args.out, name, expected, found)

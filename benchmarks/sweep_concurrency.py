@@ -109,6 +109,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
         help="KV cache of each arm, instead of sizing it",
     )
     add("--seed", type=seed_number, default=0)
+    parser.set_defaults(teacher=False)
 
 
 def check_engine_arguments(
@@ -278,11 +279,7 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
 
     def start(arm: Arm) -> None:
         rates = tuple(args.rates) if args.acceptance == "rates" else None
-        environ = {}
-        if args.target is None:
-            environ |= checkpoints.ENVIRON.get(args.preset, {})
-        if arm.holds_depth:
-            environ["VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE"] = "1"
+        preset = args.preset if args.target is None else ""
         arms[arm.name] = ArmProcess(
             EngineSetup(
                 arm=arm.name,
@@ -292,10 +289,10 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
                 rates=rates,
                 world=_world(args) if args.acceptance == "coupled" else None,
                 llm=_llm_arguments(args),
-                environ=environ,
+                environ=arm.environ | checkpoints.ENVIRON.get(preset, {}),
                 method=args.method,
-                stand_ins=args.target is None
-                and args.preset == checkpoints.DEEPSEEK_V4,
+                stand_ins=preset == checkpoints.DEEPSEEK_V4,
+                teacher=args.teacher,
             )
         )
 

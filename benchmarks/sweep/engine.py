@@ -22,7 +22,8 @@ from benchmarks.sweep.stepped import (
 from benchmarks.sweep.traffic import LengthRange, Traffic, make_request
 
 # What the ranks apply, JSON: {"rates": unconditional acceptance by position} or
-# {"world": World.to_json()} or neither, and {"stand_ins": true} where asked for.
+# {"world": World.to_json()} or neither, and "stand_ins" and "teacher", true, where
+# asked for.
 SETUP_VARIABLE = "DSPARK_SWEEP_WORKER"
 # By name only: importing it in this process would leave nothing to the ranks.
 WORKER_EXTENSION = "benchmarks.sweep.worker.SweepWorkerExtension"
@@ -44,6 +45,7 @@ class EngineSetup:
         environ: Environment variables of the process.
         method: Of speculation, ``dspark`` or ``dflash``.
         stand_ins: Whether DeepSeek-V4 runs without its optional packages.
+        teacher: Whether every request follows a given text, see ``teacher.py``.
     """
 
     arm: str
@@ -56,6 +58,7 @@ class EngineSetup:
     environ: Mapping[str, str] = field(default_factory=dict)
     method: str = "dspark"
     stand_ins: bool = False
+    teacher: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Load:
         return_tokens: Send the output token ids back.
         held_depth: Depth to hold in a ``depths`` arm.
         traffic: Who sends what and when, instead of all at once.
+        fault: Give tokens to wrong requests, in an engine with a teacher.
     """
 
     concurrency: int
@@ -81,6 +85,7 @@ class Load:
     return_tokens: bool = False
     held_depth: int | None = None
     traffic: Traffic | None = None
+    fault: bool = False
 
 
 def run(setup: EngineSetup, pipe: Connection) -> None:
@@ -118,6 +123,8 @@ def _build(setup: EngineSetup) -> tuple[Any, dict[str, Any]]:
         config["rejection_sample_method"] = "synthetic"
         config["synthetic_acceptance_rates"] = list(rates)
         worker["rates"] = list(rates)
+    if setup.teacher:
+        worker["teacher"] = True
     os.environ[SETUP_VARIABLE] = json.dumps(worker)
     if setup.stand_ins:
         # Here too: reading the model's config imports the model.
@@ -143,6 +150,7 @@ def _serve(llm: Any, load: Load) -> dict[str, Any]:
 
     if load.held_depth is not None:
         llm.collective_rpc("sweep_hold_depth", args=(load.held_depth,))
+    llm.collective_rpc("sweep_set_fault", args=(load.fault,))
     llm.collective_rpc("sweep_take")
     if torch.cuda.is_available():
         torch.cuda.synchronize()

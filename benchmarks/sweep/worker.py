@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.sweep.engine import SETUP_VARIABLE
 from benchmarks.sweep.host_times import HostTimes
+from benchmarks.sweep.teacher import Teacher
 
 
 class StepProbe:
@@ -65,7 +66,8 @@ class StepProbe:
         if capacity is not None:
             found["knee_reqs"] = capacity.costs.activation_num_reqs
             found["depth_of_load"] = capacity.depth_of_load
-            found["costs"] = capacity.costs.step_costs.to_json()
+            if capacity.planner.config.mode == "curve":
+                found["costs"] = capacity.costs.step_costs.to_json()
         return found
 
     def take(self) -> dict[str, Any]:
@@ -119,6 +121,7 @@ class SweepWorkerExtension:
                 f"imported before {SETUP_VARIABLE} was set"
             )
         self._sweep_probe = StepProbe(self.model_runner)
+        self._teacher = Teacher(self.model_runner) if setup.get("teacher") else None
         return self._sweep_probe.describe()
 
     def sweep_hold_depth(self, depth: int) -> None:
@@ -134,9 +137,23 @@ class SweepWorkerExtension:
         controller.update = lambda wished_depth, num_reqs: depth
         capacity.depth_of_load = (depth,) * (capacity.costs.max_num_reqs + 1)
 
+    def sweep_set_fault(self, fault: bool) -> None:
+        """Give tokens to wrong requests from now on, or no more.
+
+        Raises:
+            RuntimeError: There is no teacher to find it out.
+        """
+        if self._teacher is not None:
+            self._teacher.fault = fault
+        elif fault:
+            raise RuntimeError("a fault needs an engine with a teacher")
+
     def sweep_take(self) -> dict[str, Any]:
-        """Return and forget the figures since the last call."""
-        return self._sweep_probe.take()
+        """Return and forget the figures since the last call, and the logits kept."""
+        taken = self._sweep_probe.take()
+        return (
+            taken if self._teacher is None else taken | {"logits": self._teacher.take()}
+        )
 
 
 def _mean(values: list[Any]) -> float | None:
@@ -197,3 +214,7 @@ if "world" in _APPLIED:
     from benchmarks.sweep.coupled import install
 
     install(World.from_json(_APPLIED["world"]))
+if _APPLIED.get("teacher"):
+    from benchmarks.sweep.teacher import install as install_teacher
+
+    install_teacher()

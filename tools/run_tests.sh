@@ -18,6 +18,7 @@ if [ "${1-}" = --gpu-release ]; then
         folder=tests/v1/worker/gpu
         set -- -n 2 --dist loadfile "$folder"/test_dspark_correctness_stock.py \
             "$folder"/test_dspark_depth.py "$folder"/test_dspark_dflash.py \
+            "$folder"/test_dspark_gemma4.py \
             tests/benchmarks/sweep/test_deepseek_v4_stand_ins.py
     fi
 elif [ $# = 0 ]; then

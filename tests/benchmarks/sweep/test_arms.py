@@ -49,3 +49,25 @@ def test_dflash_arms_hold_their_depth_without_a_curve():
     assert found["method"] == "dflash"
     assert found["dspark_sps_curve"] == "auto", "DFlash refuses any other curve"
     assert found["dspark_draft_depths"] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("half5", {"dspark_budget_frac": 0.5}),
+        (
+            "mask5",
+            {
+                "dspark_budget_frac": 0.5,
+                "dspark_capacity_verification_mode": "mask",
+            },
+        ),
+        ("zero5", {"dspark_confidence_threshold": 1.0}),
+    ],
+)
+def test_arms_that_trim_whatever_the_costs_have_no_knee(name, keys):
+    arm = Arm.parse(name)
+    found = arm.speculative_config("draft", FULL)
+    assert {k: v for k, v in found.items() if k.startswith("dspark_")} == keys
+    assert arm.environ == {"VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1"}
+    assert not Arm.parse("capacity5").environ

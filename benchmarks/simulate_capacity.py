@@ -54,6 +54,7 @@ from benchmarks.simulator.policies import Policy  # noqa: E402
 from benchmarks.simulator.recorded import (  # noqa: E402
     load_costs,
     load_served_steps,
+    load_start_ms,
     load_throughput,
 )
 
@@ -115,6 +116,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
     add("--host-ms-per-request", type=number(0), default=0.0)
+    add(
+        "--start-ms",
+        type=number(0),
+        help="what a load takes besides its steps; default: what --correct-by shows",
+    )
     add("-o", "--out", type=output_file, help="write JSON lines here")
     add("--plot", type=image_file, help="write a PNG here")
     args = parser.parse_args(argv)
@@ -135,6 +141,9 @@ def _load(args: argparse.Namespace) -> None:
     args.true = args.planned
     if args.correct_by:
         args.true = correct_costs(args.planned, load_served_steps(args.correct_by))
+        if args.start_ms is None:
+            args.start_ms = load_start_ms(args.correct_by)
+    args.start_ms = args.start_ms or 0.0
     args.measured = load_throughput(args.compare) if args.compare else {}
     args.arms = args.arms or default_arms(args.planned)
     if max(args.concurrency) > args.planned.max_num_reqs:
@@ -175,7 +184,9 @@ def _policy(args: argparse.Namespace, arm: str) -> Policy:
 
 def simulate(args: argparse.Namespace) -> dict[tuple[int, str], list[LoadResult]]:
     """Run every arm at every concurrency; the same loads for all arms."""
-    engine = Engine(args.true, args.max_num_batched_tokens, args.host_ms_per_request)
+    engine = Engine(
+        args.true, args.max_num_batched_tokens, args.host_ms_per_request, args.start_ms
+    )
     cells = [(c, arm) for c in args.concurrency for arm in args.arms]
     results: dict[tuple[int, str], list[LoadResult]] = {}
     for concurrency, arm in tqdm(cells, desc="simulate", file=sys.stderr):

@@ -58,11 +58,13 @@ class Engine:
         costs: True step costs.
         max_num_batched_tokens: Most target tokens of a step.
         host_ms_per_request: Host time to submit a request, before the first step.
+        start_ms: What a load takes besides its steps.
     """
 
     costs: StepCosts
     max_num_batched_tokens: int = 8192
     host_ms_per_request: float = 0.0
+    start_ms: float = 0.0
 
 
 @dataclass
@@ -149,7 +151,9 @@ class Simulation:
         )
         self._num_started = num_reqs
         self._num_ended_tokens = 0
-        self.result = LoadResult(ms=num_reqs * engine.host_ms_per_request)
+        self.result = LoadResult(
+            ms=engine.start_ms + num_reqs * engine.host_ms_per_request
+        )
 
     def run(self) -> LoadResult:
         """Serve until every request has its output, or a refill is missing."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run left behind: cost tables and measured throughput, from files."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from benchmarks.json_files import decode, read_lines, read_text
 from benchmarks.simulator.correction import ServedStep
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
+# Loads up to this many requests show what a load takes besides its decode steps.
+SMALL_LOAD = 16
 SETUP_BENCH, SWEEP_BENCH = "sweep_concurrency.setup", "sweep_concurrency"
 
 
@@ -83,3 +86,36 @@ def load_served_steps(path: Path) -> list[ServedStep]:
     if not found:
         raise ValueError(f"{path} holds no step times (sweep_concurrency.steps)")
     return found
+
+
+def load_start_ms(path: Path) -> float:
+    """Read what a closed load takes besides its decode steps: median, milliseconds.
+
+    That is submission and the eager launches of the prompts' step. Small loads of one
+    step width show it: their time less that of their steps.
+
+    Returns:
+        0 where no load of the file shows it.
+
+    Raises:
+        ValueError: The file is unreadable.
+    """
+    records, last_rate, found = _records(path), {}, []
+    for record in records:
+        case = record.get("case", {})
+        is_rate = (
+            record.get("bench") == SWEEP_BENCH and record["metric"] == "throughput"
+        )
+        if is_rate and "part" not in case and "traffic" not in case:
+            # The steps' record is that of the last repetition.
+            last_rate[case["concurrency"], record["arm"]] = record["samples"][-1]
+    for record in records:
+        case = record.get("case", {})
+        step_ms = list((case.get("step_ms") or {}).values())
+        rate = last_rate.get((case.get("concurrency", SMALL_LOAD + 1), record["arm"]))
+        if rate is None or len(step_ms) != 1 or "num_tokens" not in case:
+            continue
+        if case["concurrency"] <= SMALL_LOAD:
+            seconds = case["num_tokens"] / rate
+            found.append(1000.0 * seconds - case["num_steps"] * step_ms[0])
+    return max(statistics.median(found), 0.0) if found else 0.0

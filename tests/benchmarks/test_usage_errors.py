@@ -96,6 +96,7 @@ READERS = [
     recorded.load_costs,
     recorded.load_throughput,
     recorded.load_served_steps,
+    recorded.load_start_ms,
 ]
 
 

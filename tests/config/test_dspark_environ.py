@@ -82,9 +82,9 @@ def test_unknown_variable_of_our_prefix_is_refused_with_the_nearest(name, hint):
         DSparkCapacityEnv.from_environ({name: "1"})
 
 
-def test_admission_op_is_triton_unless_native_is_asked_for():
-    assert NO_ENV.admission_op == "triton"
-    for op in ("triton", "native"):
+def test_admission_op_is_chosen_by_the_worker_unless_it_is_given():
+    assert NO_ENV.admission_op == "auto"
+    for op in ("auto", "triton", "native"):
         env = DSparkCapacityEnv.from_environ({"VLLM_DSPARK_ADMISSION_OP": op})
         assert env.admission_op == op
 

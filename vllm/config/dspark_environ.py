@@ -114,9 +114,10 @@ class DSparkCapacityEnv:
     profile_sizes: tuple[int, ...] = ()
     """VLLM_DSPARK_PROFILE_SIZES, comma-separated requests >= 1 at which every depth
     is timed. Empty: spread over the captured sizes."""
-    admission_op: str = "triton"
-    """VLLM_DSPARK_ADMISSION_OP: what ranks drafts, ``triton`` or ``native`` (the
-    library that setup.py builds where there is a compiler)."""
+    admission_op: str = "auto"
+    """VLLM_DSPARK_ADMISSION_OP: what ranks drafts, ``triton``, ``native`` (the library
+    that setup.py builds where there is a compiler) or ``auto``: native on a GPU if it
+    is there, else triton."""
     given: frozenset[str] = frozenset()
     """Names of the fields whose variable was set."""
 
@@ -199,6 +200,6 @@ VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "VLLM_DSPARK_PROFILE_REPEATS": ("profile_repeats", _read_int(1, 10_000)),
     "VLLM_DSPARK_PROFILE_WARMUP": ("profile_warmup", _read_int(0, 10_000)),
     "VLLM_DSPARK_PROFILE_SIZES": ("profile_sizes", _read_sizes),
-    ADMISSION_OP_VARIABLE: ("admission_op", _read_choice("triton", "native")),
+    ADMISSION_OP_VARIABLE: ("admission_op", _read_choice("auto", "triton", "native")),
     REHEARSAL_VARIABLE: ("cpu_rehearsal", _read_bool),
 }

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost tables follow the step times of a served sweep."""
 
+import json
+
 import numpy as np
 import pytest
 
 from benchmarks.simulator.correction import ServedStep, correct_costs, step_ratios
+from benchmarks.simulator.recorded import load_start_ms
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
 REQS = np.arange(65)
@@ -56,3 +59,44 @@ def test_one_noisy_cell_does_not_move_the_curve():
 def test_steps_that_fit_no_table_are_an_error():
     with pytest.raises(ValueError, match="fixed arms"):
         correct_costs(COSTS, [ServedStep(8, 3, 7.0), ServedStep(65, 4, 7.0)])
+
+
+def sweep_records(concurrency, *, start_ms, step_ms, widths=1, **labels):
+    """Return a level's two records: 20 steps, 100 tokens."""
+    case = {"concurrency": concurrency, **labels}
+    times = {f"{w + 2}.00": step_ms for w in range(widths)}
+    seconds = (start_ms + 20 * step_ms) / 1000.0
+    return [
+        {
+            "bench": "sweep_concurrency",
+            "metric": "throughput",
+            "arm": "fixed3",
+            "case": case,
+            "samples": [1.0, 100 / seconds],
+        },
+        {
+            "bench": "sweep_concurrency.steps",
+            "metric": "steps",
+            "arm": "fixed3",
+            "case": case | {"num_steps": 20, "num_tokens": 100, "step_ms": times},
+            "samples": [0.0],
+        },
+    ]
+
+
+def test_small_drained_loads_of_one_width_show_what_a_start_takes(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    counted = [
+        *sweep_records(1, start_ms=20.0, step_ms=6.0),
+        *sweep_records(8, start_ms=24.0, step_ms=7.0),
+    ]
+    passed_over = [
+        *sweep_records(64, start_ms=500.0, step_ms=9.0),
+        *sweep_records(4, start_ms=500.0, step_ms=9.0, widths=2),
+        *sweep_records(2, start_ms=500.0, step_ms=9.0, traffic="steady"),
+    ]
+    lines = [json.dumps(r) for r in counted + passed_over]
+    path.write_text("\n".join(lines))
+    assert load_start_ms(path) == pytest.approx(22.0)
+    path.write_text("\n".join(json.dumps(r) for r in passed_over))
+    assert load_start_ms(path) == 0.0

@@ -17,6 +17,7 @@ from tests.helpers.paths import REPOSITORY
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.v1.worker.gpu.spec_decode.dspark import capacity
+from vllm.v1.worker.gpu.spec_decode.dspark import capacity_native as module
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_native import (
     LIBRARY_NAME,
     admit_drafts_native,
@@ -27,7 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity_reference import (
     make_admission_inputs,
 )
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -60,6 +61,26 @@ def test_library_that_does_not_load_is_an_error_with_the_cause(elsewhere):
     with pytest.raises(DSparkCapacityConfigError) as error:
         load_native(DEVICE)
     assert_says_how_to_build(error, f"{elsewhere} does not load", "ELF")
+
+
+def test_auto_takes_the_operator_on_a_gpu_where_it_can_run(monkeypatch, elsewhere):
+    loaded = []
+    monkeypatch.setattr(module, "load_native", loaded.append)
+    assert pick_admission("auto", CUDA) is capacity.admit_drafts, "not built"
+    elsewhere.write_bytes(b"")
+    assert pick_admission("auto", CUDA) is admit_drafts_native
+    assert set(loaded) == {CUDA}
+    assert pick_admission("auto", CPU) is capacity.admit_drafts, "a rehearsal"
+
+
+def test_auto_says_why_a_library_that_is_there_is_not_used(monkeypatch, elsewhere):
+    elsewhere.write_bytes(b"no library" * 99)
+    warnings = []
+    monkeypatch.setattr(
+        module.logger, "warning_once", lambda text, *args: warnings.append(text % args)
+    )
+    assert pick_admission("auto", CUDA) is capacity.admit_drafts
+    assert len(warnings) == 1 and f"{elsewhere} does not load" in warnings[0]
 
 
 def test_library_without_cuda_is_refused_on_a_gpu_alone(native_operators, monkeypatch):

@@ -2,12 +2,14 @@
 """Draft admission as a native operator: the optional library ``_dspark_C.abi3.so``.
 
 setup.py builds it from csrc/ where there is a compiler, for CPUs and, with nvcc, for
-CUDA. The rule is that of capacity.py, whose tests it passes; the Triton kernel stays
-the default until the operator is measured to be faster on a GPU.
+CUDA. The rule is that of capacity.py, whose tests it passes. On a GPU it is the
+default where it was built with nvcc (docs/native.md has the figures), else the Triton
+kernel is; on a CPU, which only rehearses, that one stays the default.
 
 Invariants (pinned by tests/.../dspark/test_capacity_native.py):
-  * Selected but absent, or without CUDA on a GPU, it is an error that says how to
+  * Asked for but absent, or without CUDA on a GPU, it is an error that says how to
     build it, raised before any weight is loaded; Triton never steps in silently.
+  * Not asked for, a library that is there and cannot run is a warning.
   * One operator call, which launches one kernel on the current stream.
 """
 
@@ -18,8 +20,11 @@ import torch
 import vllm
 from vllm.config.dspark_environ import ADMISSION_OP_VARIABLE
 from vllm.config.dspark_values import DSparkCapacityConfigError, bad_value
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity import AdmitDrafts, admit_drafts
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import check_admission
+
+logger = init_logger(__name__)
 
 LIBRARY_NAME = "_dspark_C.abi3.so"
 
@@ -28,16 +33,36 @@ def pick_admission(admission_op: str, device: torch.device) -> AdmitDrafts:
     """Return the implementation of draft admission, ready to be called.
 
     Args:
-        admission_op: ``triton`` or ``native`` (VLLM_DSPARK_ADMISSION_OP).
+        admission_op: ``auto``, ``triton`` or ``native`` (VLLM_DSPARK_ADMISSION_OP).
         device: Where the engine's tensors live.
 
     Raises:
         DSparkCapacityConfigError: ``native`` cannot run here.
     """
+    if admission_op == "auto":
+        admission_op = _default_op(device)
     if admission_op == "triton":
         return admit_drafts
     load_native(device)
     return admit_drafts_native
+
+
+def _default_op(device: torch.device) -> str:
+    path = _library_path()
+    if device.type != "cuda" or not path.is_file():
+        return "triton"
+    try:
+        load_native(device)
+    except DSparkCapacityConfigError as error:
+        # Upstream's own extensions are as tolerant: the wheel serves without it.
+        logger.warning_once("Drafts are admitted by the Triton kernel: %s", str(error))
+        return "triton"
+    logger.info_once("Drafts are admitted by the native operator of %s", str(path))
+    return "native"
+
+
+def _library_path() -> Path:
+    return Path(vllm.__file__).with_name(LIBRARY_NAME)
 
 
 def load_native(device: torch.device) -> None:
@@ -49,7 +74,7 @@ def load_native(device: torch.device) -> None:
     Raises:
         DSparkCapacityConfigError: It is absent, does not load, or cannot run there.
     """
-    path = Path(vllm.__file__).with_name(LIBRARY_NAME)
+    path = _library_path()
     if not path.is_file():
         raise _cannot_run(f"there is no {path}")
     try:

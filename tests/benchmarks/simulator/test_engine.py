@@ -64,6 +64,15 @@ def test_draft_free_steps_cost_one_token_a_request():
     assert result.ms == pytest.approx(prompt + 9 * COSTS.verify_varlen_ms[8])
 
 
+def test_a_load_takes_its_start_besides_its_steps():
+    load, policy = SimulatedLoad(8, 32, 10, seed=0), make_policy("none", COSTS)
+    without, late = (
+        Simulation(Engine(COSTS, MAX_TOKENS, start_ms=ms), WORLD, policy, load).run()
+        for ms in (0.0, 12.5)
+    )
+    assert late.ms == pytest.approx(without.ms + 12.5)
+
+
 def test_a_full_batch_costs_its_uniform_graph_and_its_drafter():
     certain = World(np.full(7, 50.0))
     load = SimulatedLoad(8, 32, 33, seed=0)

@@ -13,6 +13,7 @@ import pytest
 
 import vllm.config
 import vllm.engine.arg_utils
+from vllm.config import dspark_speculative
 from vllm.config.dspark_capacity import DSPARK_KEYS, DSparkCapacityConfig
 from vllm.config.dspark_speculative import (
     WORKER_CLS,
@@ -318,3 +319,27 @@ def test_unpickling_needs_no_plugin(build, tmp_path):
         timeout=300,
     )
     assert "unpickled curve" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("num_tokens", "warns"), [(K, False), (K + 1, True)])
+def test_positions_that_the_draft_was_not_trained_for_are_warned_of(
+    target_args, spec_keys, monkeypatch, num_tokens, warns
+):
+    warnings = []
+    monkeypatch.setattr(
+        dspark_speculative.logger,
+        "warning_once",
+        lambda text, *args: warnings.append(text % args),
+    )
+    keys = spec_keys | AUTO | {"num_speculative_tokens": num_tokens}
+    create_speculative_config(target_args, keys)
+    assert [w for w in warnings if "block size 7" in w and "7 or less" in w] == (
+        warnings if warns else []
+    )
+    assert bool(warnings) == warns
+    # Without our keys it is vLLM's business alone.
+    warnings.clear()
+    create_speculative_config(
+        target_args, spec_keys | {"num_speculative_tokens": num_tokens}
+    )
+    assert not warnings

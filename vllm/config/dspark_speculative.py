@@ -31,7 +31,10 @@ from vllm.config.dspark_environ import REHEARSAL_VARIABLE
 from vllm.config.dspark_values import is_int, unknown_name
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
+
+logger = init_logger(__name__)
 
 WORKER_CLS = "vllm.v1.worker.gpu.dspark_capacity_worker.DSparkCapacityWorker"
 # The CPU rehearsal puts its own worker in place of ours.
@@ -134,6 +137,7 @@ class DSparkSpeculativeConfig(SpeculativeConfig):
             capacity.start_calibration(self.num_speculative_tokens)
             _check_acceptance(self, capacity)
             _check_draft(self, capacity)
+            _warn_of_untrained_positions(self)
             _check_target(self)
             _take_worker(self)
             from vllm.plugins.dspark_capacity.seam import Scope
@@ -274,6 +278,26 @@ def _check_draft(spec: DSparkSpeculativeConfig, capacity: DSparkCapacityConfig) 
             spec.num_speculative_tokens_per_batch_size,
             "unset, because the draft depth is chosen every step",
             "Use dspark_draft_depths to limit the depths",
+        )
+
+
+def _warn_of_untrained_positions(spec: DSparkSpeculativeConfig) -> None:
+    """Say that the draft was trained for fewer positions than it is asked for.
+
+    vLLM takes such a K, and the output stays right; acceptance there is poor.
+    """
+    hf_config = spec.draft_model_config.hf_config
+    names = ("block_size", "dspark_block_size")
+    found = [getattr(hf_config, name, None) for name in names]
+    block_size = next((size for size in found if is_int(size)), None)
+    if block_size is not None and spec.num_speculative_tokens > block_size:
+        logger.warning_once(
+            "num_speculative_tokens=%d is more than the draft's block size %d: it was "
+            "not trained for the positions beyond, whose drafts are hardly ever "
+            "accepted. Set num_speculative_tokens to %d or less.",
+            spec.num_speculative_tokens,
+            block_size,
+            block_size,
         )
 
 

@@ -74,7 +74,8 @@ class CaptureMeter:
         if self._open is None:
             return
         self._close()
-        used = self._free_before - _free_bytes()
+        # Under the rehearsal other processes give memory back meanwhile.
+        used = max(self._free_before - _free_bytes(), 0)
         num_graphs = sum(share.num_graphs for share in self.shares.values())
         for share in self.shares.values():
             share.num_bytes = used * share.num_graphs // num_graphs

@@ -13,6 +13,9 @@ rounding, or if more than ``MAX_SHARE`` of its rows are further off than 99 % of
 so must the control: the first trimming arm, in which the last token of the first
 request of each step is given to the second one. Exits 1 where an arm fails or the
 control does not.
+
+The drafter's rows are compared alike: with those of the first arm that drafted at the
+same depth in every step (``fixedK``; ``depthsK`` for the others, so name them first).
 """
 
 import argparse
@@ -76,17 +79,22 @@ class Rounding:
         return near and self.share_beyond(errors) <= MAX_SHARE
 
 
-Rows = dict[tuple[int, int], list[np.ndarray]]
+Rows = dict[tuple[int, ...], list[np.ndarray]]
 
 
-def rows_of(found: list[dict[str, Any]]) -> Rows:
-    """Return the kept logits by (seed, position), in the order they came."""
+def rows_of(found: list[dict[str, Any]], kind: str) -> Rows:
+    """Return kept rows by their key, in the order they came.
+
+    Args:
+        found: What each load returned.
+        kind: ``logits`` or ``drafts``.
+    """
     rows: Rows = {}
     for load in found:
-        kept = load["logits"]
-        keys = zip(kept["seeds"].tolist(), kept["positions"].tolist(), strict=True)
-        for key, values in zip(keys, kept["values"], strict=True):
-            rows.setdefault(key, []).append(values)
+        if load[kind] is not None:
+            keys, values = load[kind]
+            for key, row in zip(keys.tolist(), values, strict=True):
+                rows.setdefault(tuple(key), []).append(row)
     return rows
 
 
@@ -160,48 +168,75 @@ class Comparison:
         self._out, self._loads = out, loads
         found = [reference.serve(load) for load in loads]
         self._tokens = [f["tokens"] for f in found]
-        self._rows = rows_of(found)
+        self._rows = rows_of(found, "logits")
         self._rounding = rounding_of(self._rows)
+        self._draft_rows: Rows = {}
+        self._draft_rounding: Rounding | None = None
         print(f"rounding: {self._rounding}", flush=True)
 
-    def compare(self, arm: ArmProcess, name: str, **changes: Any) -> tuple[bool, bool]:
+    def compare(
+        self, arm: ArmProcess, name: str, *, steady_depth: bool, **changes: Any
+    ) -> tuple[bool, bool]:
         """Serve, print and record one arm.
 
         Args:
             arm: Arm to serve.
             name: Of the record.
+            steady_depth: Whether it drafts at one depth in every step.
             changes: To every load.
 
         Returns:
-            Whether its logits differ by rounding alone; whether its outputs are the
+            Whether its rows differ by rounding alone; whether its outputs are the
             reference's.
         """
         found = [arm.serve(replace(load, **changes)) for load in self._loads]
-        errors = errors_of(self._rows, rows_of(found))
+        errors = errors_of(self._rows, rows_of(found, "logits"))
         # Lengths alone could differ: every token is the text's.
         same_text = [f["tokens"] for f in found] == self._tokens
         near = self._rounding.accepts(errors)
         summed = ("num_steps", "num_active", "num_trimmed", "num_tokens")
-        median, p99 = np.percentile(errors, (50, 99))
         case: dict[str, Any] = {
             **{k: sum(f[k] or 0 for f in found) for k in summed},
             "widths": sorted({w for f in found for w in f["step_ms"]}),
-            "num_rows": len(errors),
-            "rounding_median": self._rounding.median,
-            "rounding_p99": self._rounding.p99,
-            "median": float(median),
-            "p99": float(p99),
-            "share_beyond_rounding": self._rounding.share_beyond(errors),
+            **_described(self._rounding, errors),
             "same_text": same_text,
-            "near": near,
         }
-        said = "rounding" if near else "DIFFERS"
-        print(f"{name}: {said}, {case}", flush=True)
+        drafts = rows_of(found, "drafts")
+        if steady_depth:
+            self._learn(drafts)
+        draft_errors = errors_of(self._draft_rows, drafts)
+        if len(draft_errors) and self._draft_rounding is not None:
+            near = near and self._draft_rounding.accepts(draft_errors)
+            described = _described(self._draft_rounding, draft_errors)
+            case |= {f"draft_{k}": v for k, v in described.items()}
+            case["draft_depths"] = sorted({key[3] for key in drafts})
+        case["near"] = near
+        print(f"{name}: {'rounding' if near else 'DIFFERS'}, {case}", flush=True)
         sample = [float(errors.max())]
         append_records(
             self._out, [Record(BENCH, case, name, "largest error", "std", sample)]
         )
         return near, same_text
+
+    def _learn(self, drafts: Rows) -> None:
+        """Keep the rows of depths that are new, and what rounding does to them."""
+        known = {key[3] for key in self._draft_rows}
+        new = {key: rows for key, rows in drafts.items() if key[3] not in known}
+        if new and self._draft_rounding is None:
+            self._draft_rounding = rounding_of(new)
+        self._draft_rows |= new
+
+
+def _described(rounding: Rounding, errors: np.ndarray) -> dict[str, float]:
+    median, p99 = np.percentile(errors, (50, 99))
+    return {
+        "num_rows": len(errors),
+        "rounding_median": rounding.median,
+        "rounding_p99": rounding.p99,
+        "median": float(median),
+        "p99": float(p99),
+        "share_beyond_rounding": rounding.share_beyond(errors),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,12 +251,16 @@ def main(argv: list[str] | None = None) -> int:
         comparison = Comparison(args.out, args.loads, arms[0])
         for arm, parsed in zip(arms[1:], args.parsed_arms[1:], strict=True):
             for name, depth in variants_of(parsed):
-                num_failed += not all(comparison.compare(arm, name, held_depth=depth))
+                steady = parsed.kind in ("fixed", "depths")
+                same = comparison.compare(
+                    arm, name, steady_depth=steady, held_depth=depth
+                )
+                num_failed += not all(same)
             if control is None and parsed.kind in ("half", "capacity"):
                 control = arm
         if control is not None:
             name = f"control: {control.name} with a fault"
-            near, _ = comparison.compare(control, name, fault=True)
+            near, _ = comparison.compare(control, name, steady_depth=False, fault=True)
             if near:
                 print("the control was not found out: this check proves nothing")
                 num_failed += 1

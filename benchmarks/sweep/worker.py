@@ -151,9 +151,7 @@ class SweepWorkerExtension:
     def sweep_take(self) -> dict[str, Any]:
         """Return and forget the figures since the last call, and the logits kept."""
         taken = self._sweep_probe.take()
-        return (
-            taken if self._teacher is None else taken | {"logits": self._teacher.take()}
-        )
+        return taken if self._teacher is None else taken | self._teacher.take()
 
 
 def _mean(values: list[Any]) -> float | None:

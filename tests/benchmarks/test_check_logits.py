@@ -90,7 +90,8 @@ def test_trimming_leaves_the_logits_alone_and_the_control_does_not(
         monkeypatch.setenv(name, value)
     out = tmp_path / "logits.jsonl"
     command = (
-        f"--target {tiny_target} --draft {tiny_draft} --dtype float32 --arms half5 "
+        f"--target {tiny_target} --draft {tiny_draft} --dtype float32 "
+        "--arms fixed5,half5 "
         "--rates .82,.66,.53,.42,.33 --waves 4,1 --prompt-len 6-20 --output-len 6-16 "
         "--max-num-seqs 4 --max-model-len 64 --max-num-batched-tokens 128 "
         "--max-cudagraph-capture-size 24 --kv-cache-gib 0.05 "
@@ -102,4 +103,6 @@ def test_trimming_leaves_the_logits_alone_and_the_control_does_not(
     half, control = found["half5"], found["control: half5 with a fault"]
     assert half["near"] and half["same_text"]
     assert half["num_trimmed"] > 5 and half["num_rows"] > 50, "premise"
+    assert half["draft_num_rows"] > 50 and half["draft_depths"] == [5], "premise"
     assert not control["near"] and control["share_beyond_rounding"] > 0.2
+    assert control["draft_share_beyond_rounding"] > 0.2

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import (
     bench_planner,
+    bench_step,
     check_lossless,
     plot,
     plot_calibration,
@@ -49,6 +50,7 @@ ADMISSION, LOSSLESS = bench_admission.parse_args, check_lossless.parse_args
         (PLANNER, ["--num-reqs", "0"], "'0'"),
         (PLANNER, ["--depths", "-1"], "'-1'"),
         (PLANNER, ["--repeats", "none"], "'none'"),
+        (bench_step.parse_args, ["--periods", "0"], "'0'"),
         (ADMISSION, ["--arms", "ours,theirs"], "'theirs'"),
         (ADMISSION, ["--families", "odd"], "'odd'"),
         (ADMISSION, ["--num-reqs", "a"], "'a'"),

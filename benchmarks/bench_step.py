@@ -253,9 +253,7 @@ def _check_only(probs: Any, *inputs: Any, **options: Any) -> None:
 
 
 def _report_buffers(num_reqs: int) -> Any:
-    return deque(
-        (torch.zeros(num_reqs, dtype=torch.int32), torch.cuda.Event()) for _ in range(4)
-    )
+    return deque(torch.zeros(num_reqs, dtype=torch.int32) for _ in range(4))
 
 
 def time_parts(step: Step, between: Callable[[], None]) -> Costs:

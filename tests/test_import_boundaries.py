@@ -22,6 +22,7 @@ PURE = {
     "vllm/plugins/dspark_capacity/seam.py": set(),
     "vllm/plugins/dspark_capacity/checks.py": set(),
     "vllm/v1/spec_decode/dspark_capacity_report.py": set(),
+    f"{DSPARK}/batch_facts.py": {"numpy"},
     f"{DSPARK}/depth.py": set(),
     f"{DSPARK}/step_costs.py": {"numpy"},
     f"{DSPARK}/cost_correction.py": {"numpy"},

@@ -135,6 +135,7 @@ class CapacityPolicy:
                 num_draft_tokens_np=batch.drafts if batch.num_drafts else None,
                 idx_mapping_np=batch.slots,
                 num_scheduled_tokens=batch.non_drafts + batch.drafts,
+                num_tokens=int(batch.non_drafts.sum()) + batch.num_drafts,
                 num_computed_prefill_tokens_np=np.zeros(num_reqs, dtype=np.int32),
                 prefill_len_np=np.where(batch.sampling, 0, np.iinfo(np.int32).max),
             )

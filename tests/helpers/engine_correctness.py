@@ -32,7 +32,7 @@ def depth_by_request(worker: Any) -> None:
     in its priors, which is not what a hit is compared for.
     """
     planner = worker.model_runner.capacity.planner
-    planner._choose_budget = lambda batch, drafts, *_: (int(drafts.sum()) + 1) // 2
+    planner._choose_budget = lambda batch, facts, *_: (facts.num_drafts + 1) // 2
 
     def choose(step: int, num_requests: int) -> int:
         return REQUESTS[max(num_requests, 1) - 1][1]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded inputs and cost tables for the planner's tests."""
 
-import dataclasses
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -64,7 +62,7 @@ def make_inputs(survival, scheduled=None, **changes):
         next_survival=np.array([0.8, 0.6, 0.4, 0.2]),
         depths=DEPTHS,
     )
-    return dataclasses.replace(inputs, **changes)
+    return inputs._replace(**changes)
 
 
 def random_inputs(rng, *, quantised=False, dtype=np.float64):

@@ -63,8 +63,9 @@ class CapacityModelOutput(AsyncModelRunnerOutput):
         inner: The runner's own asynchronous output.
         plan: The step's plan.
         depth_of_load: See ``CapacityReport``.
-        verified: Host buffer receiving the capacities, and its event; None when
-            everything was verified.
+        verified: Host buffer receiving the capacities; None when everything was
+            verified. Its copy was queued on the main stream before the step's
+            tokens were sampled, so it is there as soon as they are.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CapacityModelOutput(AsyncModelRunnerOutput):
         inner: AsyncModelRunnerOutput,
         plan: StepPlan,
         depth_of_load: tuple[int, ...] | None,
-        verified: tuple[torch.Tensor, torch.cuda.Event] | None,
+        verified: torch.Tensor | None,
     ):
         self._inner, self._plan, self._verified = inner, plan, verified
         self._depth_of_load = depth_of_load
@@ -82,9 +83,7 @@ class CapacityModelOutput(AsyncModelRunnerOutput):
         output = self._inner.get_output()
         counts = None
         if self._verified is not None:
-            buffer, event = self._verified
-            event.synchronize()
-            counts = buffer[: len(output.req_ids)].tolist()
+            counts = self._verified[: len(output.req_ids)].tolist()
         report = CapacityReport(
             self._plan.active,
             counts,
@@ -117,8 +116,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         self._num_judged: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step_plan = FIXED
         self._sent_depths: tuple[int, ...] | None = None
-        self._report_buffers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        self._pending_verified: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._report_buffers: deque[torch.Tensor] = deque()
+        self._pending_verified: torch.Tensor | None = None
 
     # -- start-up ------------------------------------------------------------
 
@@ -146,13 +145,10 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         self.online_sts = make_online_sts(self)
         if not self._report_buffers:
             self._report_buffers.extend(
-                (
-                    torch.zeros(
-                        self.max_num_reqs,
-                        dtype=torch.int32,
-                        pin_memory=self.device.type == "cuda",
-                    ),
-                    torch.cuda.Event(blocking=True),
+                torch.zeros(
+                    self.max_num_reqs,
+                    dtype=torch.int32,
+                    pin_memory=self.device.type == "cuda",
                 )
                 for _ in range(_NUM_REPORT_BUFFERS)
             )
@@ -348,9 +344,8 @@ class DSparkCapacityModelRunner(GPUModelRunner):
 
     def _start_report_copy(self) -> None:
         # On the main stream: the copy is a kilobyte, and a side stream would cost
-        # more host time than it hides.
-        buffer, event = self._report_buffers[0]
+        # more host time than it hides. It needs no event: see CapacityModelOutput.
+        buffer = self._report_buffers[0]
         self._report_buffers.rotate(-1)
         buffer.copy_(self.capacity.capacities, non_blocking=True)
-        event.record()
-        self._pending_verified = (buffer, event)
+        self._pending_verified = buffer

@@ -150,6 +150,35 @@ def test_new_request_in_a_slot_is_never_judged_by_the_former_one():
     assert not manager.mirror.survival_probs(np.asarray([1])).any()
 
 
+def test_a_steady_batch_is_described_to_the_device_once(launches, monkeypatch):
+    sent = []
+    original = module.async_tensor_h2d
+    monkeypatch.setattr(
+        module,
+        "async_tensor_h2d",
+        lambda data, out: sent.append(data.tolist()) or original(data, out=out),
+    )
+    manager = build()
+    for widths, times in (([K, K, K], 3), ([K, K, 2], 2), ([K, K], 2), ([K, K, K], 1)):
+        batch = make_batch(widths)
+        for _ in range(times + 1):
+            draft(manager, batch, 0.5)
+            plan = manager.plan_step(batch)
+            if plan.trims:
+                manager.reallocate_drafts(
+                    batch.req_ids, make_input_batch(batch).idx_mapping
+                )
+                _, _, drafts, non_drafts, _ = launches[-1][0]
+                assert drafts.tolist() == widths
+                assert non_drafts.tolist() == [1] * len(widths)
+    assert sent == [
+        [K, K, K, 1, 1, 1],
+        [K, K, 2, 1, 1, 1],
+        [K, K, 1, 1],
+        [K, K, K, 1, 1, 1],
+    ]
+
+
 DRAFTS = st.lists(st.integers(1, K), min_size=1, max_size=MAX_NUM_REQS)
 
 

@@ -37,7 +37,7 @@ Invariants (pinned by tests/v1/worker/gpu/spec_decode/test_capacity.py):
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,16 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import BatchReqState
     from vllm.v1.worker.gpu.states import RequestState
+
+
+class _Views(NamedTuple):
+    """Parts of persistent tensors for one batch size: slicing anew costs host time."""
+
+    num_reqs: int
+    counts: torch.Tensor
+    drafts: torch.Tensor
+    non_drafts: torch.Tensor
+    capacities: torch.Tensor
 
 
 class CapacityManager:
@@ -126,6 +136,9 @@ class CapacityManager:
         self._admit_drafts = pick_admission(env.admission_op, device)
         self.capacities = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self._counts = torch.zeros(2 * max_reqs, dtype=torch.int32, device=device)
+        # What they hold, so that a steady batch is not sent again.
+        self._sent_counts: tuple[bytes, bytes] | None = None
+        self._views = self._views_of(0)
         # Depth to begin with at each load, for the scheduler.
         self.depth_of_load: tuple[int, ...] = ()
         self._plan = FIXED
@@ -235,16 +248,22 @@ class CapacityManager:
             next call.
         """
         assert self._batch is not None and self._plan.draft_budget is not None
-        num_reqs = idx_mapping.shape[0]
+        num_reqs = len(self._batch.req_ids)
+        if self._views.num_reqs != num_reqs:
+            self._views = self._views_of(num_reqs)
+        views = self._views
         drafts = self._batch.num_draft_tokens_np
-        non_drafts = self._batch.num_scheduled_tokens - drafts
-        counts = self._counts[: 2 * num_reqs]
-        async_tensor_h2d(np.concatenate((drafts, non_drafts)), out=counts)
+        scheduled = self._batch.num_scheduled_tokens
+        counts = drafts.tobytes(), scheduled.tobytes()
+        if counts != self._sent_counts:
+            self._sent_counts = counts
+            both = np.concatenate((drafts, scheduled - drafts))
+            async_tensor_h2d(both, out=views.counts)
         self._admit_drafts(
             self.mirror.probs,
             idx_mapping,
-            counts[:num_reqs],
-            counts[num_reqs:],
+            views.drafts,
+            views.non_drafts,
             self._plan.draft_budget,
             num_bonus_tokens=self.num_bonus_tokens,
             fill_budget=True,
@@ -253,8 +272,18 @@ class CapacityManager:
             query_start_loc_out=query_start_loc,
         )
         if self._tp_check is not None:
-            self._tp_check.compare_capacities(self.capacities[:num_reqs])
-        return self.capacities[:num_reqs]
+            self._tp_check.compare_capacities(views.capacities)
+        return views.capacities
+
+    def _views_of(self, num_reqs: int) -> "_Views":
+        counts = self._counts[: 2 * num_reqs]
+        return _Views(
+            num_reqs,
+            counts,
+            counts[:num_reqs],
+            counts[num_reqs:],
+            self.capacities[:num_reqs],
+        )
 
     def finish_step(
         self, probs: torch.Tensor, input_batch: "InputBatch", draft_depth: int
@@ -307,6 +336,7 @@ class VarlenCapacityManager(CapacityManager):
         self.query_start_loc = query_start_loc
         self._reports_admitted_counts = reports_admitted_counts
         self._cu_num_logits = torch.zeros_like(query_start_loc)
+        self._cu_num_logits_view = self._cu_num_logits
 
     def compact_batch(
         self,
@@ -334,10 +364,10 @@ class VarlenCapacityManager(CapacityManager):
             return non_drafts, exact * self.num_bonus_tokens
         num_verifying = int(np.count_nonzero(num_draft_tokens_per_req))
         share, rest = divmod(budget, num_verifying)
-        split = np.zeros_like(non_drafts)
-        split[:num_verifying] = share
-        split[:rest] += 1
-        return non_drafts + split, cu_num_logits_np
+        counts = non_drafts
+        counts[:num_verifying] += share
+        counts[:rest] += 1
+        return counts, cu_num_logits_np
 
     def reallocate_drafts(
         self, req_ids: list[str], idx_mapping: torch.Tensor
@@ -353,8 +383,11 @@ class VarlenCapacityManager(CapacityManager):
             runner takes it, None for the admitted host counts.
         """
         self.admit(idx_mapping, self._cu_num_logits, self.query_start_loc)
+        size = len(req_ids) + 1
+        if len(self._cu_num_logits_view) != size:
+            self._cu_num_logits_view = self._cu_num_logits[:size]
         result = (
-            self._cu_num_logits[: len(req_ids) + 1],
+            self._cu_num_logits_view,
             self.query_start_loc,
             self._plan.draft_budget,
         )

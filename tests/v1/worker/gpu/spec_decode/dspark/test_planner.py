@@ -84,7 +84,7 @@ def test_budget_is_the_best_of_all_within_the_cap(seed, quantised, dtype):
 def test_verify_all_is_left_only_for_more_than_the_margin(seed, margin):
     rng = np.random.default_rng(seed)
     costs, inputs = random_costs(rng), random_inputs(rng)
-    inputs = dataclasses.replace(inputs, max_draft_budget=NO_CAP)
+    inputs = inputs._replace(max_draft_budget=NO_CAP)
     plan = plan_budget(inputs, costs, margin=margin)
     rates = oracle_rates(inputs, costs, inputs.current_depth)
     gain = max(rates) / rates[-1] - 1.0
@@ -101,7 +101,7 @@ def test_cap_is_hard_and_reported_exactly_when_it_binds(seed):
     rng = np.random.default_rng(seed)
     costs, inputs = random_costs(rng), random_inputs(rng)
     plan = plan_budget(inputs, costs)
-    free = plan_budget(dataclasses.replace(inputs, max_draft_budget=NO_CAP), costs)
+    free = plan_budget(inputs._replace(max_draft_budget=NO_CAP), costs)
     assert plan.draft_budget <= inputs.max_draft_budget
     assert plan.capped == (free.draft_budget > inputs.max_draft_budget)
     assert not free.capped
@@ -117,7 +117,7 @@ def test_negative_cap_admits_nothing():
 @given(SEEDS)
 def test_flat_costs_verify_everything(seed):
     inputs = random_inputs(np.random.default_rng(seed))
-    inputs = dataclasses.replace(inputs, max_draft_budget=NO_CAP)
+    inputs = inputs._replace(max_draft_budget=NO_CAP)
     assert plan_budget(inputs, linear_costs(0.0), margin=0.0).verify_all
 
 
@@ -184,7 +184,7 @@ def test_nan_row_counts_as_certain_and_is_reported(scheduled):
     plan = plan_budget(make_inputs(rows, scheduled), linear_costs(0.7))
     expected = plan_budget(make_inputs(clean, scheduled), linear_costs(0.7))
     assert plan.num_nan_rows == 1
-    assert dataclasses.replace(plan, num_nan_rows=0) == expected
+    assert plan._replace(num_nan_rows=0) == expected
 
 
 def test_nan_that_is_not_scheduled_does_not_count():
@@ -209,8 +209,7 @@ def test_inputs_are_left_as_they_were_and_row_order_is_irrelevant(seed):
     plan = plan_step(inputs, costs)
     np.testing.assert_array_equal(inputs.survival_probs, before)
     order = rng.permutation(len(before))
-    shuffled = dataclasses.replace(
-        inputs,
+    shuffled = inputs._replace(
         survival_probs=before[order],
         scheduled_drafts=inputs.scheduled_drafts[order],
     )
@@ -342,7 +341,7 @@ def test_corrected_costs_price_every_budget_of_a_decode_batch(seed):
     costs, correction = random_costs(rng), random_correction(rng)
     inputs = random_inputs(rng)
     num_reqs = len(inputs.scheduled_drafts)
-    inputs = dataclasses.replace(inputs, num_non_draft_tokens=num_reqs)
+    inputs = inputs._replace(num_non_draft_tokens=num_reqs)
     depth, width = inputs.current_depth, int(inputs.scheduled_drafts[0])
     rates = oracle_rates(inputs, costs, depth)
     factors = correction.varlen[depth][num_reqs : num_reqs + len(rates)].copy()
@@ -370,8 +369,7 @@ def test_beside_prefill_drafts_pay_by_the_decode_rate(seed, decode_rate):
     rng = np.random.default_rng(seed)
     costs, inputs = random_costs(rng), random_inputs(rng)
     num_reqs = len(inputs.scheduled_drafts)
-    inputs = dataclasses.replace(
-        inputs,
+    inputs = inputs._replace(
         num_non_draft_tokens=num_reqs + int(rng.integers(1, 20)),
         decode_rate=decode_rate,
     )
@@ -402,5 +400,5 @@ def test_prefill_beside_them_makes_drafts_no_cheaper():
     rate = decode_only.expected_tokens / decode_only.step_ms
     mixed = make_inputs(survival, num_non_draft_tokens=4 + 20)
     assert plan_budget(mixed, costs).draft_budget > decode_only.draft_budget, "control"
-    known = dataclasses.replace(mixed, decode_rate=rate)
+    known = mixed._replace(decode_rate=rate)
     assert plan_budget(known, costs).draft_budget == decode_only.draft_budget

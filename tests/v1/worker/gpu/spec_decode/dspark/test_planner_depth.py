@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depth of the next drafts against a brute-force oracle (planner.plan_depth)."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -53,8 +52,8 @@ def test_depth_is_the_best_and_held_within_the_margin(seed, per_request, cap, ma
     num_reqs = inputs.num_sampling_reqs
     prior = np.cumprod(rng.random((num_reqs, K)), axis=1)
     rows = prior if per_request else np.tile(prior[0], (num_reqs, 1))
-    inputs = dataclasses.replace(
-        inputs, next_survival=prior if per_request else prior[0], max_draft_budget=cap
+    inputs = inputs._replace(
+        next_survival=prior if per_request else prior[0], max_draft_budget=cap
     )
     plan = plan_depth(inputs, costs, margin=margin)
     rates = oracle_depth_rates(rows, costs, DEPTHS, cap, inputs.context_tokens)
@@ -76,7 +75,7 @@ def test_depth_is_the_best_and_held_within_the_margin(seed, per_request, cap, ma
 @given(SEEDS)
 def test_single_depth_is_the_trivial_case(seed):
     rng = np.random.default_rng(seed)
-    inputs = dataclasses.replace(random_inputs(rng), current_depth=K, depths=(K,))
+    inputs = random_inputs(rng)._replace(current_depth=K, depths=(K,))
     assert plan_depth(inputs, random_costs(rng)).draft_depth == K
     assert plan_step(inputs, random_costs(rng)).draft_depth == K
 
@@ -97,7 +96,7 @@ def test_depth_rises_again_when_costs_allow():
 
 def test_prior_that_rises_is_taken_as_falling():
     rising = make_inputs(np.ones((4, K)), next_survival=np.array([0.2, 0.9, 0.9, 0.9]))
-    falling = dataclasses.replace(rising, next_survival=np.full(K, 0.2))
+    falling = rising._replace(next_survival=np.full(K, 0.2))
     costs = linear_costs(0.1, draft_ms=0.1)
     assert plan_depth(rising, costs) == plan_depth(falling, costs)
 
@@ -106,7 +105,7 @@ def test_prior_that_rises_is_taken_as_falling():
 def test_unknown_prior_is_taken_as_certain(per_request):
     shape = (4, K) if per_request else (K,)
     unknown = make_inputs(np.ones((4, K)), next_survival=np.full(shape, math.nan))
-    certain = dataclasses.replace(unknown, next_survival=np.ones(shape))
+    certain = unknown._replace(next_survival=np.ones(shape))
     costs = linear_costs(0.1, draft_ms=0.1)
     assert plan_depth(unknown, costs) == plan_depth(certain, costs)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps are compared with their times, and what with."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -24,11 +22,11 @@ WHOLE = PlannedBatch(
     decode_only=True,
     context_tokens=100.0,
 )
-NO_DRAFTS = dataclasses.replace(WHOLE, num_tokens=4, width=0)
-TRIMMED = dataclasses.replace(WHOLE, num_tokens=12, trims=True)
+NO_DRAFTS = WHOLE._replace(num_tokens=4, width=0)
+TRIMMED = WHOLE._replace(num_tokens=12, trims=True)
 
 
-def make_corrector():
+def make_corrector(learn_batch=1):
     reqs = np.arange(MAX_REQS + 1)
     costs = StepCosts(
         {d: 0.1 * d * reqs for d in DEPTHS},
@@ -37,7 +35,8 @@ def make_corrector():
         overhead_ms=0.5,
         verify_context_ms={d: 1e-3 * reqs for d in DEPTHS},
     )
-    return StepCorrector(costs, StepTimes(FakeGroup(), DEVICE))
+    times = StepTimes(FakeGroup(), DEVICE)
+    return StepCorrector(costs, times, learn_batch=learn_batch)
 
 
 def serve(corrector, batch, depth, ms, times=3):
@@ -97,7 +96,7 @@ def test_prediction_that_was_corrected_is_what_the_ratio_compares_with():
 )
 def test_steps_that_no_entry_describes_teach_nothing(changes, depth):
     corrector = make_corrector()
-    serve(corrector, dataclasses.replace(WHOLE, **changes), depth, 1e3)
+    serve(corrector, WHOLE._replace(**changes), depth, 1e3)
     assert moved(corrector) == set()
 
 
@@ -110,3 +109,14 @@ def test_times_of_unknown_steps_are_dropped_and_pending_ones_are_bounded(monkeyp
         corrector.note(serial, WHOLE, 4)
     assert len(corrector._pending) == 5
     assert moved(corrector) == set()
+
+
+def test_times_are_taken_in_by_the_batch():
+    corrector = make_corrector(learn_batch=4)
+    serve(corrector, WHOLE, 4, 1.5 * 25.5, times=3)
+    assert corrector.last_ratio == 1.0 and moved(corrector) == set()
+    corrector.note(4, WHOLE, 4)
+    corrector.times.add(4, 1.5 * 25.5)
+    corrector.learn()
+    assert moved(corrector) == {("uniform", 4)}
+    assert corrector.times.num_ready == 0

@@ -26,7 +26,6 @@ from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
     DEPTH_PLAN_INTERVAL,
     FIXED,
-    VERIFY_ALL,
     StepPlan,
     StepPlanner,
 )
@@ -347,6 +346,6 @@ def test_no_rate_outlives_a_pause_below_the_knee():
     assert planner._decode_rate > 0.0, "premise"
     planner.publishing = False
     rates = []
-    planner._plan_budget = lambda _: rates.append(planner._decode_rate) or VERIFY_ALL
+    planner._plan_budget = lambda *_: rates.append(planner._decode_rate)
     planner.plan(make_batch([K] * 4))
     assert rates == [0.0]

@@ -122,4 +122,10 @@ class AcceptanceMirror(HostCopies[np.ndarray]):
         accepted = num_accepted[:, None] > positions
         reached = num_accepted[:, None] >= positions
         judged = reached & (num_judged[:, None] > positions)
-        self._prior.learn(judged, accepted, num_reqs=len(num_judged))
+        num_reqs = len(num_judged)
+        self._prior.learn(
+            judged.sum(axis=0).tolist(),
+            (judged & accepted).sum(axis=0).tolist(),
+            num_rows=num_reqs,
+            num_reqs=num_reqs,
+        )

@@ -9,15 +9,14 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
   * A row that no real draft wrote is zero on both sides, so a padded or
     never-drafted request is never admitted ahead of a real draft.
   * A copy that lands after its slot was given to another request is dropped.
-  * Whatever writes the device's confidences waits for the copy that reads them.
+  * Everything runs on the main stream, in order: no write overtakes a copy.
 """
 
 import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.async_utils import stream
-from vllm.v1.worker.gpu.spec_decode.dspark.host_copies import HostCopies, HostCopy
+from vllm.v1.worker.gpu.spec_decode.dspark.host_copies import HostCopies
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import (
     Round,
     SurvivalHistory,
@@ -47,7 +46,7 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
         SurvivalHistory.__init__(self, *shape)
         HostCopies.__init__(self, shape, torch.float32, device)
         self.probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._copy_stream = torch.cuda.Stream(device)
+        self._sliced = self.probs, max_num_reqs, self.probs
         self.num_nan_rows = 0
 
     def reset_slot(self, slot: int, *, publishing: bool) -> None:
@@ -60,32 +59,18 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
         """
         super().reset_slot(slot, publishing=publishing)
         if publishing:
-            self._await_last_copy()
             self.probs[slot].zero_()
-
-    def _await_last_copy(self) -> None:
-        """Let the main stream wait for the copy that reads ``probs``, before a write.
-
-        A write that overtook it would change what the host sees of the last round,
-        on each rank in its own way.
-        """
-        if self._in_flight:
-            main_stream = torch.cuda.current_stream(self.device)
-            main_stream.wait_event(self._in_flight[-1].event)
 
     def land(self) -> None:
         """Take in every round but the latest, waiting for its copy."""
         for copy in self._landed_copies():
-            self.take_in(copy.round, self._read(copy))
+            # In batch order, as it was copied.
+            self.take_in(copy.round, copy.buffer.np[: copy.round.num_reqs])
         self.release()
 
-    def _read(self, copy: HostCopy[Round]) -> np.ndarray:
-        probs = copy.buffer.np[copy.round.slots]
-        nan = np.isnan(probs[:, : copy.round.draft_depth])
-        if nan.any():
-            self._warn_nan(int(nan.any(axis=1).sum()))
-            probs[:, : copy.round.draft_depth][nan] = 1.0
-        return np.clip(probs, 0.0, 1.0, out=probs)
+    def _mend(self, probs: np.ndarray) -> None:
+        self._warn_nan(int(np.isnan(probs).any(axis=1).sum()))
+        super()._mend(probs)
 
     def _warn_nan(self, num_rows: int) -> None:
         self.num_nan_rows += num_rows
@@ -111,18 +96,25 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
             slots: The same mapping on the host. Shape [R], intp.
             draft_depth: Positions that were drafted.
         """
-        main_stream = torch.cuda.current_stream(self.device)
-        self._await_last_copy()
-        self.probs[idx_mapping] = probs[: slots.shape[0]]
         if not self._free:
             self.land()
         buffer, event = self._take_buffer()
-        self._copy_stream.wait_stream(main_stream)
-        with stream(self._copy_stream, main_stream):
-            buffer.cpu.copy_(self.probs, non_blocking=True)
-            event.record()
+        rows, num_reqs = self._rows_of(probs, len(slots)), len(slots)
+        self.probs.index_copy_(0, idx_mapping, rows)
+        # On the main stream: some kilobytes, and a side stream would cost more host
+        # time than it hides.
+        buffer.cpu[:num_reqs].copy_(rows, non_blocking=True)
+        event.record()
         published = self.begin_round(slots, draft_depth)
         self._start(buffer, event, published.serial, published)
+
+    def _rows_of(self, probs: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """Return the first rows. The drafter's tensor is the same in every step."""
+        whole, size, rows = self._sliced
+        if whole is not probs or size != num_reqs:
+            rows = probs[:num_reqs]
+            self._sliced = probs, num_reqs, rows
+        return rows
 
     def restart(self) -> None:
         """Begin publishing after steps that did not publish; see the base class."""

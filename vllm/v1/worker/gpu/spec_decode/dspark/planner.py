@@ -20,6 +20,7 @@ Invariants (pinned by tests/.../dspark/test_planner.py):
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,7 @@ BUDGET_MARGIN = 0.01
 DEPTH_MARGIN = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
+class PlanInputs(NamedTuple):
     """What one step's plan depends on.
 
     Attributes:
@@ -52,6 +52,8 @@ class PlanInputs:
         context_tokens: Mean context of the requests.
         decode_rate: Tokens per millisecond of decode-only steps, by the tables; 0
             while unknown.
+        width: ``scheduled_drafts`` of every request, where they are known to be
+            equal.
     """
 
     survival_probs: np.ndarray
@@ -64,10 +66,10 @@ class PlanInputs:
     depths: tuple[int, ...]
     context_tokens: float = 0.0
     decode_rate: float = 0.0
+    width: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Decision of one step, with the prediction it rests on.
 
     Attributes:
@@ -150,17 +152,18 @@ def _expected_tokens(base_tokens: int, rising: np.ndarray) -> np.ndarray:
     """Expected tokens by budget, float64 [len(rising) + 1]; entry 0 is the base."""
     expected = np.empty(len(rising) + 1)
     expected[0] = base_tokens
-    expected[1:] = rising[::-1]
-    return np.cumsum(expected, out=expected)
+    expected[:0:-1] = rising
+    return np.add.accumulate(expected, out=expected)
 
 
 def _best_budget_up_to(largest: int, scores: np.ndarray, margin: float) -> int:
     """Index of the best score, the larger of equals; verify-all within the margin."""
-    budget = largest - int(np.argmax(scores[largest::-1]))
     verify_all = len(scores) - 1
-    if largest == verify_all and scores[budget] <= scores[verify_all] * (1.0 + margin):
-        return verify_all
-    return budget
+    if largest == verify_all:
+        best = np.maximum.reduce(scores)
+        if best <= scores[verify_all] * (1.0 + margin):
+            return verify_all
+    return largest - int(scores[largest::-1].argmax())
 
 
 def plan_budget(
@@ -203,8 +206,11 @@ def plan_budget(
     survival, scheduled = inputs.survival_probs, inputs.scheduled_drafts
     depth = inputs.current_depth if draft_depth is None else draft_depth
     num_reqs = len(scheduled)
-    low = int(scheduled.min()) if num_reqs else 0
-    high = int(scheduled.max()) if num_reqs else 0
+    if inputs.width is not None:
+        low = high = inputs.width
+    else:
+        low = int(scheduled.min()) if num_reqs else 0
+        high = int(scheduled.max()) if num_reqs else 0
     if survival.shape[0] != num_reqs or not 0 <= low <= high <= survival.shape[1]:
         raise ValueError(
             f"survival_probs has shape {survival.shape} for {num_reqs} requests with "
@@ -224,16 +230,17 @@ def plan_budget(
     _require_fit("num_target_tokens", base + total, costs.max_num_tokens)
     expected = _expected_tokens(inputs.num_sampling_reqs, rising)
     context_ms = costs.context_ms(width, depth, num_reqs, inputs.context_tokens)
-    pass_ms = costs.draft_ms[depth][num_reqs] + costs.overhead_ms + context_ms
+    pass_ms = float(costs.draft_ms[depth][num_reqs]) + costs.overhead_ms + context_ms
     step_ms = costs.verify_varlen_ms[base : base + total + 1] + pass_ms
     if base != num_reqs:
         correction = None
     if correction is not None:
         step_ms *= correction.varlen[depth][base : base + total + 1]
     if base == num_reqs and width in costs.verify_uniform_ms:
-        step_ms[-1] = costs.verify_uniform_ms[width][num_reqs] + pass_ms
+        whole_ms = float(costs.verify_uniform_ms[width][num_reqs]) + pass_ms
         if correction is not None:
-            step_ms[-1] *= correction.uniform[width][num_reqs]
+            whole_ms *= float(correction.uniform[width][num_reqs])
+        step_ms[-1] = whole_ms
 
     if base != num_reqs and inputs.decode_rate > 0.0:
         # Its layout is varlen at any budget: nothing is left that a margin protects.

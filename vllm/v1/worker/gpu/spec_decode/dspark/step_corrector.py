@@ -9,18 +9,20 @@ Invariants (pinned by tests/.../dspark/test_step_corrector.py):
   * Equal times give equal factors on every rank.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 
+# Times that are taken in at once. Inside an engine the code of a first observation is
+# cold; the following ones cost a fifth.
+LEARN_BATCH = 8
 # Steps whose times are still awaited: two exchanges, and some in flight.
 _MAX_PENDING = 128
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """What a plan knows about the batch that it decided on.
 
     Attributes:
@@ -40,52 +42,63 @@ class PlannedBatch:
     context_tokens: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A step whose time is awaited."""
-
-    depth: int
-    num_tokens: int
-    is_uniform: bool
-    tabled_ms: float
-    factor: float
-
-
 class StepCorrector:
     """Per step: ``learn`` before planning, ``note`` at publication.
 
     Args:
         costs: The measured tables.
         times: Canonical step times.
+        learn_batch: Times that must have arrived before any is taken in.
 
     Attributes:
         correction: Factors for the planner.
         last_ratio: Measured over predicted time of the latest compared step.
     """
 
-    def __init__(self, costs: StepCosts, times: StepTimes):
+    def __init__(
+        self, costs: StepCosts, times: StepTimes, *, learn_batch: int = LEARN_BATCH
+    ):
         self._costs, self.times = costs, times
+        self._learn_batch = learn_batch
         decode_tokens = (costs.depths[-1] + 1) * costs.max_num_reqs
         self.correction = CostCorrection(
             costs.depths, costs.max_num_reqs, min(decode_tokens, costs.max_num_tokens)
         )
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, tuple[PlannedBatch, int]] = {}
         self.last_ratio = 1.0
 
     def learn(self) -> None:
-        """Take in the times that have arrived."""
+        """Take in the times that have arrived, once they are a batch."""
+        if self.times.num_ready < self._learn_batch:
+            return
         for serial, ms in self.times.take():
             step = self._pending.pop(serial, None)
-            if step is None:
-                continue
-            self.last_ratio = ms / (step.tabled_ms * step.factor)
-            self.correction.observe(
-                step.depth,
-                step.num_tokens,
-                is_uniform=step.is_uniform,
-                tabled_ms=step.tabled_ms,
-                measured_ms=ms,
-            )
+            if step is not None:
+                self._compare(*step, ms)
+
+    def _compare(self, batch: PlannedBatch, draft_depth: int, ms: float) -> None:
+        costs, num_reqs = self._costs, batch.num_reqs
+        is_uniform = not batch.trims
+        if is_uniform:
+            verify_ms = costs.verify_uniform_ms[draft_depth][num_reqs]
+            factor = self.correction.uniform[draft_depth][num_reqs]
+        else:
+            verify_ms = costs.verify_varlen_ms[batch.num_tokens]
+            factor = self.correction.varlen[draft_depth][batch.num_tokens]
+        tabled_ms = float(
+            verify_ms
+            + costs.draft_ms[draft_depth][num_reqs]
+            + costs.overhead_ms
+            + costs.context_ms(batch.width, draft_depth, num_reqs, batch.context_tokens)
+        )
+        self.last_ratio = ms / (tabled_ms * float(factor))
+        self.correction.observe(
+            draft_depth,
+            batch.num_tokens,
+            is_uniform=is_uniform,
+            tabled_ms=tabled_ms,
+            measured_ms=ms,
+        )
 
     def note(self, serial: int, batch: PlannedBatch, draft_depth: int) -> None:
         """Await the time of a published step.
@@ -95,25 +108,10 @@ class StepCorrector:
             batch: The planned batch.
             draft_depth: Depth that it drafted at.
         """
-        costs, num_reqs = self._costs, batch.num_reqs
         is_uniform = not batch.trims and batch.width == draft_depth
         comparable = batch.decode_only and (batch.trims or is_uniform)
-        if not comparable or draft_depth not in costs.draft_ms:
+        if not comparable or draft_depth not in self._costs.draft_ms:
             return
-        if is_uniform:
-            verify_ms = costs.verify_uniform_ms[draft_depth][num_reqs]
-            factor = self.correction.uniform[draft_depth][num_reqs]
-        else:
-            verify_ms = costs.verify_varlen_ms[batch.num_tokens]
-            factor = self.correction.varlen[draft_depth][batch.num_tokens]
-        tabled_ms = (
-            verify_ms
-            + costs.draft_ms[draft_depth][num_reqs]
-            + costs.overhead_ms
-            + costs.context_ms(batch.width, draft_depth, num_reqs, batch.context_tokens)
-        )
         if len(self._pending) >= _MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        self._pending[serial] = _Pending(
-            draft_depth, batch.num_tokens, is_uniform, float(tabled_ms), float(factor)
-        )
+        self._pending[serial] = batch, draft_depth

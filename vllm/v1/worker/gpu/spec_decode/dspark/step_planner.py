@@ -11,7 +11,7 @@ Invariants (pinned by tests/.../dspark/test_step_planner.py):
   * A budget that covers every scheduled draft is no trimming at all.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,11 @@ from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dspark.acceptance_mirror import AcceptanceMirror
+from vllm.v1.worker.gpu.spec_decode.dspark.batch_facts import (
+    BatchFacts,
+    count_decodes,
+    gather_facts,
+)
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
@@ -73,6 +78,9 @@ class StepPlan:
         return self.draft_budget is not None
 
 
+# plan_depth does not look at the drafts in hand.
+_NO_DRAFTS = np.zeros(0, dtype=np.int32)
+
 FIXED = StepPlan(active=False)
 VERIFY_ALL = StepPlan(active=True)
 
@@ -108,6 +116,7 @@ class StepPlanner:
         num_bonus_tokens: int,
     ):
         self.config = config
+        self._mode = config.mode
         self.costs = costs
         self.mirror = mirror
         self._num_computed_tokens = num_computed_tokens
@@ -140,7 +149,7 @@ class StepPlanner:
         Returns:
             ``FIXED`` below the knee, else a plan with ``active`` set.
         """
-        num_decodes = len(batch.req_ids) - int(batch.is_prefilling_np.sum())
+        num_decodes = count_decodes(batch)
         if not self.costs.ready or num_decodes < self.costs.activation_num_reqs:
             self.publishing = False
             return FIXED
@@ -153,17 +162,28 @@ class StepPlanner:
             self._decode_rate = 0.0
         self.mirror.land()
         # An upper bound by the drafts in flight, which is nothing beside a context.
-        slots = batch.idx_mapping_np
-        self._context_tokens = float(self._num_computed_tokens[slots].mean())
+        contexts = self._num_computed_tokens.take(batch.idx_mapping_np)
+        facts = gather_facts(batch, num_decodes)
+        self._context_tokens = int(np.add.reduce(contexts)) / facts.num_reqs
         if self.corrector is not None:
             self.corrector.learn()
-        plan = self._plan_budget(batch)
+        budget = self._plan_budget(batch, facts)
+        num_tokens = 0 if budget is None else facts.num_non_drafts + budget
         if self.corrector is not None:
-            self._planned = self._describe(batch, plan)
+            self._planned = PlannedBatch(
+                facts.num_reqs,
+                facts.num_non_drafts + facts.num_drafts
+                if budget is None
+                else num_tokens,
+                facts.width,
+                budget is not None,
+                facts.decode_only,
+                self._context_tokens,
+            )
         if self._controller is None:
-            return plan
-        depth = self._plan_depth(batch, num_decodes)
-        return replace(plan, next_depth=depth, num_decodes=num_decodes)
+            return VERIFY_ALL if budget is None else StepPlan(True, budget, num_tokens)
+        depth = self._plan_depth(batch, facts)
+        return StepPlan(True, budget, num_tokens, depth, num_decodes)
 
     def published(self, draft_depth: int) -> None:
         """Await the time of the step that was just published.
@@ -178,23 +198,6 @@ class StepPlanner:
             self.corrector.note(serial, self._planned, draft_depth)
         self.corrector.times.exchange(serial)
 
-    def _describe(self, batch: "BatchReqState", plan: StepPlan) -> PlannedBatch:
-        drafts = batch.num_draft_tokens_np
-        if drafts is None:
-            width = 0  # a step after one at depth 0
-        elif drafts.min() == drafts.max():
-            width = int(drafts[0])
-        else:
-            width = -1
-        return PlannedBatch(
-            num_reqs=len(batch.req_ids),
-            num_tokens=plan.num_tokens if plan.trims else batch.num_tokens,
-            width=width,
-            trims=plan.trims,
-            decode_only=not batch.is_prefilling_np.any(),
-            context_tokens=self._context_tokens,
-        )
-
     def depth_of_load(self) -> tuple[int, ...]:
         """Return the depth to begin with by number of requests, K below the knee.
 
@@ -208,96 +211,90 @@ class StepPlanner:
             return ()
         full, knee = self.num_speculative_steps, self.costs.activation_num_reqs
         table = [full] * (self.costs.max_num_reqs + 1)
-        nothing = np.zeros(0, dtype=np.int32)
         for num_reqs in range(min(knee, len(table)), len(table)):
-            inputs = self._inputs(
-                np.zeros((0, full)),
-                nothing,
-                num_reqs,
-                num_reqs,
-                self.mirror.prior.astype(np.float64),
+            inputs = PlanInputs(
+                survival_probs=np.zeros((0, full)),
+                scheduled_drafts=_NO_DRAFTS,
+                num_non_draft_tokens=num_reqs,
+                num_sampling_reqs=num_reqs,
+                max_draft_budget=num_reqs * full,
+                current_depth=self._controller.depth,
+                next_survival=self.mirror.prior.astype(np.float64),
+                depths=self.depths,
+                context_tokens=self._context_tokens,
             )
-            inputs = replace(inputs, max_draft_budget=num_reqs * full)
             wish = plan_depth(inputs, self.costs.step_costs).draft_depth
             table[num_reqs] = self._controller.clamp(wish)
         return tuple(table)
 
-    def _plan_budget(self, batch: "BatchReqState") -> StepPlan:
-        drafts = batch.num_draft_tokens_np
-        if drafts is None or isinstance(self.mirror, AcceptanceMirror):
-            return VERIFY_ALL
-        num_verifying = int(np.count_nonzero(drafts))
-        slots = batch.idx_mapping_np[:num_verifying]
+    def _plan_budget(self, batch: "BatchReqState", facts: BatchFacts) -> int | None:
+        """Return the drafts to verify; None: all."""
+        if facts.num_drafts == 0 or isinstance(self.mirror, AcceptanceMirror):
+            return None
+        drafts, slots = batch.num_draft_tokens_np, batch.idx_mapping_np
+        if facts.num_verifying < facts.num_reqs:
+            drafts, slots = drafts[: facts.num_verifying], slots[: facts.num_verifying]
         if not self.mirror.all_fresh(slots):
-            return VERIFY_ALL
-        num_scheduled = int(drafts.sum())
-        non_drafts = batch.num_scheduled_tokens - drafts
-        budget = self._choose_budget(batch, drafts[:num_verifying], non_drafts, slots)
-        budget = self._cap(budget, num_scheduled, len(batch.req_ids))
-        if budget >= num_scheduled:
-            return VERIFY_ALL
-        return StepPlan(True, budget, int(non_drafts.sum()) + budget)
+            return None
+        budget = self._choose_budget(batch, facts, drafts, slots)
+        budget = self._cap(budget, facts.num_drafts, facts.num_reqs)
+        return None if budget >= facts.num_drafts else budget
 
     def _choose_budget(
         self,
         batch: "BatchReqState",
+        facts: BatchFacts,
         drafts: np.ndarray,
-        non_drafts: np.ndarray,
         slots: np.ndarray,
     ) -> int:
-        if self.config.mode == "fraction":
+        if self._mode == "fraction":
             return fraction_budget(
-                len(slots),
+                facts.num_verifying,
                 self.num_speculative_steps,
                 self.config.dspark_budget_frac,
-                int(drafts.sum()),
+                facts.num_drafts,
             )
         survival = self.mirror.survival_probs(slots)
-        if self.config.mode == "threshold":
+        if self._mode == "threshold":
             threshold = self.config.dspark_confidence_threshold
             return threshold_budget(survival, drafts, threshold)
-        sampling = (
-            batch.num_computed_prefill_tokens_np + non_drafts >= batch.prefill_len_np
-        )
-        inputs = self._inputs(
-            survival,
-            drafts,
-            int(non_drafts.sum()),
-            int(np.count_nonzero(sampling)),
-            survival,
+        inputs = PlanInputs(
+            survival_probs=survival,
+            scheduled_drafts=drafts,
+            num_non_draft_tokens=facts.num_non_drafts,
+            num_sampling_reqs=self._count_sampling(batch, facts),
+            max_draft_budget=facts.num_drafts,
+            current_depth=self._depth_in_use,
+            next_survival=survival,
+            depths=self.depths,
+            context_tokens=self._context_tokens,
+            decode_rate=self._decode_rate,
+            width=None if facts.width < 0 else facts.width,
         )
         return plan_budget(
             inputs, self.costs.step_costs, correction=self._correction
         ).draft_budget
 
+    @staticmethod
+    def _count_sampling(batch: "BatchReqState", facts: BatchFacts) -> int:
+        """Return the requests that yield a token in this step whatever happens."""
+        if facts.decode_only:
+            return facts.num_reqs
+        non_drafts = batch.num_scheduled_tokens - batch.num_draft_tokens_np
+        num_computed = batch.num_computed_prefill_tokens_np + non_drafts
+        return int(np.count_nonzero(num_computed >= batch.prefill_len_np))
+
+    @property
+    def _depth_in_use(self) -> int:
+        return self._controller.depth if self._controller else self.depths[-1]
+
     @property
     def _correction(self) -> CostCorrection | None:
         return None if self.corrector is None else self.corrector.correction
 
-    def _inputs(
-        self,
-        survival: np.ndarray,
-        drafts: np.ndarray,
-        num_non_draft_tokens: int,
-        num_sampling_reqs: int,
-        next_survival: np.ndarray,
-    ) -> PlanInputs:
-        depth = self._controller.depth if self._controller else self.depths[-1]
-        return PlanInputs(
-            survival_probs=survival,
-            scheduled_drafts=drafts,
-            num_non_draft_tokens=num_non_draft_tokens,
-            num_sampling_reqs=num_sampling_reqs,
-            max_draft_budget=int(drafts.sum()),
-            current_depth=depth,
-            next_survival=next_survival,
-            depths=self.depths,
-            context_tokens=self._context_tokens,
-            decode_rate=self._decode_rate,
-        )
-
-    def _plan_depth(self, batch: "BatchReqState", num_decodes: int) -> int:
+    def _plan_depth(self, batch: "BatchReqState", facts: BatchFacts) -> int:
         assert self._controller is not None
+        num_decodes = facts.num_decodes
         self._steps_since_wish += 1
         change = abs(num_decodes - self._reqs_at_wish)
         if (
@@ -305,18 +302,33 @@ class StepPlanner:
             or change > DEPTH_PLAN_RELOAD * self._reqs_at_wish
         ):
             self._steps_since_wish, self._reqs_at_wish = 0, num_decodes
-            slots = batch.idx_mapping_np[~batch.is_prefilling_np]
-            # The next drafts are expected to fare as the last ones did.
-            survival = self.mirror.survival_probs(slots)
-            drafts = np.full(len(slots), self.num_speculative_steps, dtype=np.int32)
-            inputs = self._inputs(survival, drafts, num_decodes, num_decodes, survival)
-            correction = self._correction
-            wish = plan_depth(inputs, self.costs.step_costs, correction=correction)
-            self._wished_depth, self._decode_rate = wish.draft_depth, wish.tokens_per_ms
-            if correction is not None:
-                # Mixed steps have no correction, so it is taken back here.
-                self._decode_rate *= correction.common_ratio
+            self._wish_for_depth(batch, facts)
         return self._controller.update(self._wished_depth, num_decodes)
+
+    def _wish_for_depth(self, batch: "BatchReqState", facts: BatchFacts) -> None:
+        slots, num_decodes = batch.idx_mapping_np, facts.num_decodes
+        if not facts.decode_only:
+            slots = slots[~batch.is_prefilling_np]
+        # The next drafts are expected to fare as the last ones did.
+        survival = self.mirror.survival_probs(slots)
+        inputs = PlanInputs(
+            survival_probs=survival,
+            scheduled_drafts=_NO_DRAFTS,
+            num_non_draft_tokens=num_decodes,
+            num_sampling_reqs=num_decodes,
+            max_draft_budget=num_decodes * self.num_speculative_steps,
+            current_depth=self._depth_in_use,
+            next_survival=survival,
+            depths=self.depths,
+            context_tokens=self._context_tokens,
+            decode_rate=self._decode_rate,
+        )
+        correction = self._correction
+        wish = plan_depth(inputs, self.costs.step_costs, correction=correction)
+        self._wished_depth, self._decode_rate = wish.draft_depth, wish.tokens_per_ms
+        if correction is not None:
+            # Mixed steps have no correction, so it is taken back here.
+            self._decode_rate *= correction.common_ratio
 
     def _cap(self, budget: int, num_scheduled: int, num_reqs: int) -> int:
         cap = max(self._max_total_logits - num_reqs * self._num_bonus_tokens, 0)

@@ -86,6 +86,11 @@ class StepTimes:
         self._ready += zip(self._sent, times, strict=True)
         self._sent = []
 
+    @property
+    def num_ready(self) -> int:
+        """How many times ``take`` would return."""
+        return len(self._ready)
+
     def take(self) -> list[tuple[int, float]]:
         """Return ``(serial, ms)`` of steps that have not been returned yet."""
         ready, self._ready = self._ready, []

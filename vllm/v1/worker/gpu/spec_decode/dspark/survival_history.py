@@ -17,7 +17,7 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ PRIOR_DECAY = 0.99
 PRIOR_WEIGHT = 8.0
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """Who was published in one round.
 
     Attributes:
@@ -41,6 +40,7 @@ class Round:
         draft_depth: Positions that were drafted.
         serial: Number of the round.
         num_reqs: Requests of the whole round.
+        epoch: Number of the changes to slots before it.
     """
 
     slots: np.ndarray
@@ -48,10 +48,11 @@ class Round:
     draft_depth: int
     serial: int
     num_reqs: int
+    epoch: int
 
     def select(self, rows: np.ndarray) -> "Round":
         """Return some of the rows. ``rows``: shape [R], bool."""
-        return replace(self, slots=self.slots[rows], generations=self.generations[rows])
+        return self._replace(slots=self.slots[rows], generations=self.generations[rows])
 
 
 class AcceptancePrior:
@@ -61,41 +62,56 @@ class AcceptancePrior:
 
     Args:
         num_speculative_steps: Logical depth K.
-
-    Attributes:
-        confidence: P(draft k accepted given that all before it were). Shape [K],
-            float32.
-        survival: Its running product. Shape [K], float32.
     """
 
     def __init__(self, num_speculative_steps: int):
-        self._weight = np.full(num_speculative_steps, PRIOR_WEIGHT)
-        self._sum = self._weight * PRIOR_CONFIDENCE
-        self._update()
+        # Lists: K numbers are cheaper so than in an array.
+        self._weight = [PRIOR_WEIGHT] * num_speculative_steps
+        self._sum = [PRIOR_WEIGHT * PRIOR_CONFIDENCE] * num_speculative_steps
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def confidence(self) -> np.ndarray:
+        """P(draft k accepted given that all before it were). Shape [K], float32."""
+        return self._as_arrays()[0]
+
+    @property
+    def survival(self) -> np.ndarray:
+        """Its running product. Shape [K], float32."""
+        return self._as_arrays()[1]
+
+    def _as_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        # Most steps learn and nobody looks.
+        if self._arrays is None:
+            weights = np.maximum(self._weight, 1e-6)
+            confidence = (np.array(self._sum) / weights).astype(np.float32)
+            survival = np.cumprod(confidence, dtype=np.float32)
+            self._arrays = confidence, survival
+        return self._arrays
 
     def learn(
-        self, reach: np.ndarray, confidence: np.ndarray, *, num_reqs: int
+        self,
+        reached: Sequence[float],
+        accepted: Sequence[float],
+        *,
+        num_rows: int,
+        num_reqs: int,
     ) -> None:
         """Move towards the mean of some rows; part of a round counts as that part.
 
         Args:
-            reach: P(all drafts before k accepted), or whether they were. Shape
-                [N, d], bool or float32.
-            confidence: P(draft k accepted) given that, or whether it was. Shape
-                [N, d], bool or float32.
+            reached: Rows that got to position k, or how many are expected to have.
+                Shape [d].
+            accepted: How many of them had draft k accepted. Shape [d].
+            num_rows: All rows.
             num_reqs: Requests of the whole round, >= 1.
         """
-        depth = reach.shape[1]
-        decay = PRIOR_DECAY ** (len(reach) / num_reqs)
-        weight, total = self._weight[:depth], self._sum[:depth]
-        weight[:] = decay * weight + reach.sum(axis=0) / num_reqs
-        total[:] = decay * total + (reach * confidence).sum(0) / num_reqs
-        self._update()
-
-    def _update(self) -> None:
-        confidence = self._sum / np.maximum(self._weight, 1e-6)
-        self.confidence = confidence.astype(np.float32)
-        self.survival = np.cumprod(self.confidence, dtype=np.float32)
+        decay = PRIOR_DECAY ** (num_rows / num_reqs)
+        weight, total = self._weight, self._sum
+        for k in range(len(accepted)):
+            weight[k] = decay * weight[k] + reached[k] / num_reqs
+            total[k] = decay * total[k] + accepted[k] / num_reqs
+        self._arrays = None
 
 
 class SurvivalHistory:
@@ -118,8 +134,13 @@ class SurvivalHistory:
         self._fresh = np.zeros(max_num_reqs, dtype=bool)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._drafted = np.zeros(max_num_reqs, dtype=bool)
+        # Of the latest group it holds the first round's: see _release.
         self._last_serial = np.zeros(max_num_reqs, dtype=np.int64)
         self._held: list[tuple[Round, np.ndarray]] = []
+        # Changes with any slot's generation or freshness.
+        self._epoch = 0
+        nobody = np.zeros(0, dtype=np.int64)
+        self._latest = Round(nobody, nobody, 0, 0, 0, 0)
 
     @property
     def prior(self) -> np.ndarray:
@@ -133,6 +154,7 @@ class SurvivalHistory:
             slot: Request slot.
             publishing: True while rounds are being published.
         """
+        self._epoch += 1
         self._generation[slot] += 1
         self._drafted[slot] = False
         self._survival[slot] = 0.0
@@ -146,6 +168,7 @@ class SurvivalHistory:
         Args:
             slots: The slots they had, each once.
         """
+        self._epoch += 1
         self._generation[slots] += 1
 
     def all_fresh(self, slots: np.ndarray) -> bool:
@@ -154,7 +177,7 @@ class SurvivalHistory:
         Args:
             slots: Request slots. Shape [R], intp.
         """
-        return bool(self._fresh[slots].all())
+        return int(np.count_nonzero(self._fresh.take(slots))) == len(slots)
 
     def survival_probs(self, slots: np.ndarray) -> np.ndarray:
         """Return prefix survivals that are one round old, or the prior.
@@ -165,7 +188,7 @@ class SurvivalHistory:
         Returns:
             Shape [R, K], float32; NaN confidences count as 1.
         """
-        return self._survival[slots]
+        return self._survival.take(slots, axis=0)
 
     def begin_round(self, slots: np.ndarray, draft_depth: int) -> Round:
         """Note that a round is published.
@@ -178,21 +201,31 @@ class SurvivalHistory:
             The round, to be taken in with its confidences.
         """
         self.serial += 1
-        self._last_serial[slots] = self.serial
-        self._fresh[slots] = True
-        first = slots[~self._drafted[slots]]
-        self._survival[first] = self.prior
-        self._drafted[first] = True
-        generations = self._generation[slots].copy()
-        return Round(slots, generations, draft_depth, self.serial, len(slots))
+        last = self._latest
+        stays = last.epoch == self._epoch and len(last.slots) == len(slots)
+        if stays and np.count_nonzero(last.slots == slots) == len(slots):
+            # The same requests as in the last round: nothing about them has changed.
+            slots, generations = last.slots, last.generations
+        else:
+            self._last_serial[last.slots] = last.serial
+            self._last_serial[slots] = self.serial
+            self._fresh[slots] = True
+            first = slots[~self._drafted[slots]]
+            self._survival[first] = self.prior
+            self._drafted[first] = True
+            generations = self._generation[slots]
+        self._latest = Round(
+            slots, generations, draft_depth, self.serial, len(slots), self._epoch
+        )
+        return self._latest
 
     def take_in(self, landed: Round, probs: np.ndarray) -> None:
         """Hold a round's confidences until its rows may be seen.
 
         Args:
             landed: A round that is not the latest.
-            probs: Confidences of its rows, without NaN; written to. Shape [R, K],
-                float32.
+            probs: Confidences of its rows, 0..1 or NaN; written to by the next
+                ``release``, and no longer used behind it. Shape [R, K], float32.
         """
         self._held.append((landed, probs))
 
@@ -204,40 +237,60 @@ class SurvivalHistory:
         self, held: Round, probs: np.ndarray
     ) -> tuple[Round, np.ndarray] | None:
         """Take in the rows whose drafts are done with; return those to hold on to."""
+        if held.epoch == self._epoch and held.slots is self._latest.slots:
+            # The same requests ever since, so of all of them or of none.
+            if held.serial == self.serial:
+                return held, probs.copy()
+            self._survival[held.slots] = self._survival_of(held, probs)
+            return None
         current = self._generation[held.slots] == held.generations
-        pending = current & (self._last_serial[held.slots] == held.serial)
-        if pending.all():
-            return held, probs
-        is_held = bool(pending.any())
-        done, seen = (
-            (held.select(~pending), probs[~pending])
-            if is_held
-            else (
-                held,
-                probs,
-            )
-        )
-        depth = done.draft_depth
-        seen[:, depth:] = self._prior.confidence[depth:]
-        survival = np.cumprod(seen, axis=1, dtype=np.float32)
-        self._learn_prior(done, seen, survival)
-        current = current[~pending]
+        last_serial = self._last_serial[held.slots]
+        if held.slots is self._latest.slots:
+            last_serial = self.serial
+        pending = current & (last_serial == held.serial)
+        done, rest = held, None
+        if num_pending := np.count_nonzero(pending):
+            if num_pending == len(pending):
+                return held, probs.copy()
+            rest = held.select(pending), probs[pending]
+            done, probs = held.select(~pending), probs[~pending]
+            current = current[~pending]
+        survival = self._survival_of(done, probs)
         self._survival[done.slots[current]] = survival[current]
-        return (held.select(pending), probs[pending]) if is_held else None
+        return rest
 
-    def _learn_prior(
-        self, landed: Round, probs: np.ndarray, survival: np.ndarray
-    ) -> None:
-        """Move the prior towards a round's mean confidence per position.
+    def _survival_of(self, done: Round, probs: np.ndarray) -> np.ndarray:
+        """Return the survivals of a round that is over, and learn the prior from it.
 
         A request counts at a position as much as it is expected to get there.
+
+        Args:
+            done: The round, or part of it.
+            probs: Confidences; written to. Shape [N, K], float32.
         """
-        depth = landed.draft_depth
-        reach = np.concatenate(
-            (np.ones_like(survival[:, :1]), survival[:, : depth - 1]), axis=1
-        )[:, :depth]
-        num_reqs = max(landed.num_reqs, 1)
-        self._prior.learn(reach, probs[:, :depth], num_reqs=num_reqs)
+        depth, num_rows = done.draft_depth, len(probs)
+        if depth < probs.shape[1]:
+            probs[:, depth:] = self._prior.confidence[depth:]
+        survival = np.multiply.accumulate(probs, axis=1)
+        accepted = np.add.reduce(survival, axis=0).tolist()
+        if accepted[-1] != accepted[-1]:
+            # A NaN goes through products and sums to the end.
+            self._mend(probs[:, :depth])
+            survival = np.multiply.accumulate(probs, axis=1)
+            accepted = np.add.reduce(survival, axis=0).tolist()
+        accepted = accepted[:depth]
+        # What gets to a position is what all before it let through.
+        self._prior.learn(
+            [num_rows, *accepted],
+            accepted,
+            num_rows=num_rows,
+            num_reqs=max(done.num_reqs, 1),
+        )
+        return survival
+
+    def _mend(self, probs: np.ndarray) -> None:
+        """Set every NaN to 1, in place: nobody has said that the draft is bad."""
+        probs[np.isnan(probs)] = 1.0
 
     def restart(self) -> None:
         """Begin publishing after steps that did not publish.
@@ -246,6 +299,7 @@ class SurvivalHistory:
         landed before is too old to plan with: the prior stands in.
         """
         self._held.clear()
+        self._epoch += 1
         self._fresh[:] = False
         self._survival[:] = self.prior
         self._drafted[:] = True

@@ -30,6 +30,7 @@ PURE = {
     f"{DSPARK}/knee.py": {"numpy"},
     f"{DSPARK}/sps_curve.py": {"numpy"},
     f"{DSPARK}/planner.py": {"numpy"},
+    f"{DSPARK}/plan_cadence.py": set(),
     f"{DSPARK}/context_costs.py": {"numpy"},
     f"{DSPARK}/cost_cache.py": set(),
     f"{DSPARK}/capacity_log.py": set(),

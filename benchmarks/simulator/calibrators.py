@@ -93,7 +93,8 @@ class HostOnlineSTS:
     ) -> None:
         """Keep the rows that the product would grade."""
         stride = max(1, len(accepted) // MAX_ROWS_PER_STEP)
-        in_turn = (np.arange(len(accepted)) + self._num_steps_observed) % stride == 0
+        step = self._num_steps_observed
+        in_turn = (np.arange(len(accepted)) + step + step // stride) % stride == 0
         new = GradedRows(logits, accepted, verified).select(in_turn & (verified > 0))
         self._rows = GradedRows(
             *(

@@ -151,18 +151,21 @@ class CapacityPolicy:
     def drafted(self, drafting: Drafting) -> None:
         """Publish this round's confidences at or above the knee."""
         self._logits[drafting.slots] = drafting.confidence_logits
-        self._observable[drafting.slots] = self._plan.active
-        if self._plan.active:
-            probs = self.calibrator.apply(drafting.confidence_logits)
-            self._mirror.publish(
-                probs.astype(np.float32), drafting.slots, drafting.depth
-            )
+        if not (self._plan.active and self._plan.publishes):
+            # The product's calibration pauses: every slot is stale.
+            self._observable[:] = False
+            if self._plan.active:
+                self._mirror.skip_step()
+            return
+        self._observable[drafting.slots] = True
+        probs = self.calibrator.apply(drafting.confidence_logits)
+        self._mirror.publish(probs.astype(np.float32), drafting.slots, drafting.depth)
 
     def judged(
         self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray
     ) -> None:
         """Give the calibrator the rounds whose confidences were published."""
-        if self._plan.active:
+        if self._plan.active and self._plan.publishes:
             known = (batch.drafts > 0) & self._observable[batch.slots]
             verified = np.where(known, capacities, 0)
             self.calibrator.observe(self._logits[batch.slots], accepted, verified)

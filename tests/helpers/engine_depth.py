@@ -14,6 +14,7 @@ Each served step leaves one record in ``runner.depth_log``:
   * ``prefilling``: whether some request of the batch was still prefilling.
   * ``scheduled``: scheduled drafts per request, in batch order.
   * ``budget``: drafts verified of those, None for all.
+  * ``publishes``: whether what the step did is published.
   * ``graphs``: replayed graphs, ``[manager, num_reqs, uniform_token_count]``.
   * ``draft_rows``: input rows of every call of the draft model, padding included.
   * ``drafts``: ``[request id, tokens so far, draft ids]`` per request.
@@ -77,6 +78,7 @@ def _log_plans(runner: Any, log: list, before: Callable[[], dict[str, Any]]) -> 
         )
         plan = original_plan(batch)
         log[-1]["budget"] = plan.draft_budget
+        log[-1]["publishes"] = plan.active and plan.publishes
         return plan
 
     runner.capacity.plan_step = plan_step

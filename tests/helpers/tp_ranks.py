@@ -46,10 +46,12 @@ class Scenario:
         fault: What goes wrong from step ``FAULT_STEP`` on: ``no_broadcast`` of rank
             0's confidences; ``host_view``: rank 1 plans with other survivals;
             ``device_view``: rank 1 ranks by other confidences;
-            ``own_times``: each rank learns from its own step times; None: nothing.
+            ``own_times``: each rank learns from its own step times, and publishes
+            every step, as ranks that part do not agree on which; None: nothing.
         check: Level of VLLM_DSPARK_TP_CHECK.
         times: Whether steps are timed: rank 0's swing, rank 1's are short.
         keys: The ``dspark_*`` keys.
+        steady: No request comes or goes once all slots are taken, and drafts are good.
     """
 
     drift: str = "mixed"
@@ -58,6 +60,7 @@ class Scenario:
     check: int = 0
     times: bool = False
     keys: dict[str, Any] = field(default_factory=lambda: {"dspark_sps_curve": CURVE})
+    steady: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class RankTrace:
         num_nan_rows: Rows that the mirror saw with a NaN.
         error: Type and message of what the manager raised; None if nothing.
         num_factors: Cost factors that measured times have moved.
+        published: Per step: whether the plan says so.
     """
 
     plans: list[list[int]]
@@ -79,6 +83,7 @@ class RankTrace:
     num_nan_rows: int
     error: str | None
     num_factors: int = 0
+    published: list[bool] = field(default_factory=list)
 
 
 def measured_keys() -> dict[str, Any]:
@@ -166,9 +171,11 @@ class Workload:
 
     Args:
         seed: Of everything random.
+        steady: Nobody comes or goes once all slots are taken.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, *, steady: bool = False):
+        self.steady = steady
         self.random = np.random.default_rng(seed)
         self.decoding: list[int] = []
         self.new: list[int] = []
@@ -184,6 +191,8 @@ class Workload:
         self.num_steps += 1
         rising = self.num_steps % (2 * PHASE_STEPS) < PHASE_STEPS
         arrival, departure = (0.7, 0.1) if rising else (0.05, 0.7)
+        if self.steady:
+            arrival, departure = 1.0, 0.0
         if len(self.decoding) > 1 and self.random.random() < departure:
             self.decoding.pop(self.random.integers(len(self.decoding)))
         free = sorted(set(range(MAX_REQS)) - set(self.decoding))
@@ -206,7 +215,8 @@ class Workload:
 
     def confidences(self) -> np.ndarray:
         """Return rank 0's confidences of a step, coarse so that many tie."""
-        eighths = self.random.integers(3, 9, size=(MAX_REQS, NUM_DRAFTS))
+        lowest = 7 if self.steady else 3
+        eighths = self.random.integers(lowest, 9, size=(MAX_REQS, NUM_DRAFTS))
         return (eighths / 8).astype(np.float32)
 
 
@@ -275,6 +285,7 @@ def _make_manager(scenario: Scenario) -> Any:
 def _break(manager: Any, fault: str, rank: int) -> None:
     if fault == "own_times":
         manager.planner.corrector.times._group = SimpleNamespace(world_size=1)
+        manager.planner.cadence._enabled = False
     if fault == "no_broadcast":
         # Of the manager only: the check keeps the real group.
         manager._tp_group = SimpleNamespace(
@@ -334,9 +345,11 @@ def _run(scenario: Scenario, rank: int) -> RankTrace:
     manager = _make_manager(scenario)
     if scenario.times:
         _time_steps(manager, rank)
-    work, drift = Workload(seed=0), Drift(scenario.drift if rank == 1 else "none")
+    work = Workload(seed=0, steady=scenario.steady)
+    drift = Drift(scenario.drift if rank == 1 else "none")
     plans: list[list[int]] = []
     capacities: list[list[int]] = []
+    published: list[bool] = []
     depth, error = NUM_DRAFTS, None
     try:
         for step in range(1, scenario.num_steps + 1):
@@ -347,6 +360,7 @@ def _run(scenario: Scenario, rank: int) -> RankTrace:
             values = plan.active, plan.draft_budget, plan.num_tokens, plan.next_depth
             plans.append([-1 if value is None else int(value) for value in values])
             capacities.append(admitted)
+            published.append(plan.publishes)
     except RuntimeError as e:
         error = f"{type(e).__name__}: {e}"
     nan_rows = manager.mirror.num_nan_rows
@@ -355,7 +369,9 @@ def _run(scenario: Scenario, rank: int) -> RankTrace:
         correction = manager.planner.corrector.correction
         rows = [*correction.uniform.values(), *correction.varlen.values()]
         moved = int(sum((row != 1.0).sum() for row in rows))
-    return RankTrace(plans, capacities, drift.num_applied, nan_rows, error, moved)
+    return RankTrace(
+        plans, capacities, drift.num_applied, nan_rows, error, moved, published
+    )
 
 
 def main() -> None:

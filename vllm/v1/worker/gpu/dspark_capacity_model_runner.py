@@ -322,12 +322,12 @@ class DSparkCapacityModelRunner(GPUModelRunner):
         grammar_output: "GrammarOutput | None",
     ) -> None:
         judged, self._num_judged = self._num_judged, None
-        if not self._step_plan.active or judged is None:
+        plan = self._step_plan
+        # A step that is not published drafts unobserved: what it makes is never graded.
+        if not (plan.active and plan.publishes) or judged is None:
             self.online_sts.pause()
             return
-        masked = self._step_plan.trims and isinstance(
-            self.capacity, MaskCapacityManager
-        )
+        masked = plan.trims and isinstance(self.capacity, MaskCapacityManager)
         grammar_rows = None
         if grammar_output is not None:
             names = grammar_output.structured_output_request_ids

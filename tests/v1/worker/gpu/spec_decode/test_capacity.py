@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.capacity import (
     MaskCapacityManager,
     VarlenCapacityManager,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan
 
 HALF = {"dspark_budget_frac": 0.5}
 NONE = {"dspark_budget_frac": 0.0}
@@ -131,6 +132,21 @@ def test_only_rank_0s_confidences_are_published():
     assert not manager.mirror.probs[[1, 3, 4]].any()
 
 
+def test_a_step_that_is_not_published_sends_and_stores_nothing():
+    group = FakeGroup(world_size=2)
+    manager = build(group=group)
+    batch = make_batch([K, K])
+    manager.plan_step(batch)
+    draft(manager, batch, 0.75)
+    assert manager.mirror.all_fresh(batch.idx_mapping_np), "premise"
+    group.broadcasts.clear()
+    manager._plan = StepPlan(active=True, publishes=False)
+    draft(manager, batch, 0.25)
+    assert not group.broadcasts and manager.mirror.serial == 1
+    assert (manager.mirror.probs[:2] == 0.75).all()
+    assert not manager.mirror.all_fresh(batch.idx_mapping_np)
+
+
 def test_single_rank_broadcasts_nothing():
     group = FakeGroup(world_size=1)
     manager = build(group=group)
@@ -159,24 +175,25 @@ def test_a_steady_batch_is_described_to_the_device_once(launches, monkeypatch):
         lambda data, out: sent.append(data.tolist()) or original(data, out=out),
     )
     manager = build()
-    for widths, times in (([K, K, K], 3), ([K, K, 2], 2), ([K, K], 2), ([K, K, K], 1)):
-        batch = make_batch(widths)
+    ones = [1, 1, 1]
+    cases = (
+        ([K, K, K], ones, 3),
+        ([K, K, 2], ones, 2),
+        ([K, K, 2], [1, 2, 1], 2),
+        ([K, K], ones[:2], 2),
+        ([K, K, K], ones, 1),
+    )
+    for widths, others, times in cases:
+        batch = make_batch(widths, non_drafts=others)
         for _ in range(times + 1):
             draft(manager, batch, 0.5)
-            plan = manager.plan_step(batch)
-            if plan.trims:
+            if manager.plan_step(batch).trims:
                 manager.reallocate_drafts(
                     batch.req_ids, make_input_batch(batch).idx_mapping
                 )
                 _, _, drafts, non_drafts, _ = launches[-1][0]
-                assert drafts.tolist() == widths
-                assert non_drafts.tolist() == [1] * len(widths)
-    assert sent == [
-        [K, K, K, 1, 1, 1],
-        [K, K, 2, 1, 1, 1],
-        [K, K, 1, 1],
-        [K, K, K, 1, 1, 1],
-    ]
+                assert (drafts.tolist(), non_drafts.tolist()) == (widths, others)
+    assert sent == [widths + others for widths, others, _ in cases]
 
 
 DRAFTS = st.lists(st.integers(1, K), min_size=1, max_size=MAX_NUM_REQS)

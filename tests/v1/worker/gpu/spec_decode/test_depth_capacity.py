@@ -20,6 +20,7 @@ from tests.helpers.capacity_cases import (
 from vllm.v1.worker.gpu.spec_decode import capacity
 from vllm.v1.worker.gpu.spec_decode.depth_capacity import DepthCapacityManager
 from vllm.v1.worker.gpu.spec_decode.dspark.depth import PROBE_INTERVAL
+from vllm.v1.worker.gpu.spec_decode.dspark.plan_cadence import PERIOD, PlanCadence
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
 
 DEPTHS = (1, 2, K)
@@ -118,6 +119,8 @@ def test_the_depth_follows_the_load_at_one_acceptance():
     depths = {}
     for num_reqs in (1, MAX_NUM_REQS):
         manager, depth = build(0.6), K
+        # Publishing every fourth step would see the same of the four every time.
+        manager.planner.cadence = PlanCadence(enabled=False)
         for i in range(ROUNDS):
             accepted = 0 if i % 4 else K
             plan = step(manager, make_batch([depth] * num_reqs), accepted)
@@ -139,3 +142,17 @@ def test_start_up_compiles_no_admission_and_tells_depths_by_load(monkeypatch):
     manager.finish_start_up()
     assert set(manager.depth_of_load) <= set(DEPTHS)
     assert min(manager.depth_of_load) < K, "premise: load lowers the depth"
+
+
+def test_a_steady_load_publishes_two_steps_of_a_period():
+    manager, batch = build(0.001), make_batch([K] * MAX_NUM_REQS)
+    for _ in range(4 * PERIOD):
+        step(manager, batch, K)
+    serial = manager.mirror.serial
+    plans = [step(manager, batch, K) for _ in range(2 * PERIOD)]
+    assert manager.mirror.serial - serial == 4
+    assert sum(plan.publishes for plan in plans) == 4
+    # It still learns: drafts that are never accepted bring the depth down.
+    for _ in range(ROUNDS):
+        plan = step(manager, batch, 0)
+    assert plan.next_depth < K or manager.mirror.prior[0] < 0.5

@@ -26,6 +26,8 @@ at; confidence k + 1 knows draft k and may not.
     were drawn (for a request that a step left out: of steps that did not judge them).
   * Depth: it bounds drafts that are made later, and only through old confidences.
     Drafts in hand keep the depth they were made at.
+  * Cadence: whether a step is planned follows from loads and earlier plans, so from
+    nothing of the drafts in hand; unplanned steps verify them all.
 The statistical side is tests/.../dspark/test_non_anticipation.py and
 tests/.../spec_decode/test_lossless_sampling.py.
 
@@ -285,18 +287,25 @@ class CapacityManager:
             self.capacities[:num_reqs],
         )
 
+    def _publishes(self) -> bool:
+        """Tell whether to publish the step; the mirror learns of one that is left."""
+        plan = self._plan
+        if plan.active and not plan.publishes:
+            self.mirror.skip_step()
+        return plan.active and plan.publishes
+
     def finish_step(
         self, probs: torch.Tensor, input_batch: "InputBatch", draft_depth: int
     ) -> None:
-        """Publish the confidences of the drafts that this step made.
+        """Publish the confidences of the drafts that this step made, if it shall.
 
         Args:
-            probs: Confidences in batch order, rank 0's on return. Shape [>= R, K],
+            probs: Confidences in batch order, rank 0's if published. Shape [>= R, K],
                 float32, device.
             input_batch: The batch that was drafted for.
             draft_depth: Positions that were drafted.
         """
-        if not self._plan.active:
+        if not self._publishes():
             return
         if self._tp_group.world_size > 1:
             # Rank 0 decides: every later choice is a function of these values.

@@ -59,14 +59,14 @@ class DepthCapacityManager(CapacityManager):
     def finish_step(
         self, probs: torch.Tensor, input_batch: "InputBatch", draft_depth: int
     ) -> None:
-        """Publish what was accepted of the drafts that this step verified.
+        """Publish what was accepted of the drafts that this step verified, if it shall.
 
         Args:
             probs: Not read: the draft reports no confidences.
             input_batch: The batch that was verified.
             draft_depth: Positions that were drafted.
         """
-        if not self._plan.active:
+        if not self._publishes():
             return
         assert self._judged is not None
         self.mirror.publish(*self._judged, ~input_batch.is_prefilling_np)

@@ -118,6 +118,39 @@ def test_rows_drafted_while_publishing_was_off_are_not_fresh():
     assert not mirror.all_fresh(np.asarray([3]))
 
 
+def test_drafts_of_a_step_that_was_skipped_are_not_fresh():
+    mirror = make_mirror()
+    for _ in range(2):
+        publish(mirror, 0.5)
+    mirror.land()
+    before = seen(mirror).copy()
+    mirror.skip_step()
+    assert not mirror.all_fresh(np.asarray([0]))
+    publish(mirror, 0.25, slots=[0, 1])
+    assert mirror.all_fresh(np.asarray([0, 1]))
+    assert not mirror.all_fresh(np.asarray([0, 2])), "drafted before the gap"
+    # What had landed stays, and what was in flight is over: its drafts were judged.
+    np.testing.assert_array_equal(seen(mirror), before)
+    publish(mirror, 0.25, slots=[0, 1])
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[0], np.cumprod([0.25] * K))
+
+
+def test_a_gap_needs_no_more_buffers_than_there_are():
+    """Two rounds a period, and the last one of the period before."""
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    for value in (0.25, 0.75, 1.0):
+        mirror.land()
+        for _ in range(6):
+            mirror.skip_step()
+        publish(mirror, value)
+        assert mirror._free, "publishing would have to wait"
+        publish(mirror, value / 2)
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[0], np.cumprod([1.0] * K))
+
+
 def test_copy_that_lands_after_its_slot_was_given_away_is_dropped():
     mirror = make_mirror()
     publish(mirror, 0.5)
@@ -127,6 +160,36 @@ def test_copy_that_lands_after_its_slot_was_given_away_is_dropped():
     # The new owner has one round, which is in hand; the round before is not its own.
     np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
     np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
+
+
+def test_copy_that_lands_after_its_request_ended_is_dropped():
+    """Also if the same slots are published again at once."""
+    mirror = make_mirror()
+    publish(mirror, 0.5)
+    mirror.drop_slots([1])
+    publish(mirror, 0.25)
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
+    np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
+
+
+def test_a_request_that_ended_holds_back_nobody_else():
+    mirror = make_mirror()
+    for value in (0.5, 0.25):
+        publish(mirror, value)
+    mirror.drop_slots([1])
+    mirror.land()
+    np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
+    np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
+
+
+def test_one_tensor_of_the_drafter_serves_batches_of_any_size():
+    mirror, probs = make_mirror(), torch.zeros(S, K, device=DEVICE)
+    for value, slots in ((0.5, ALL), (0.25, [2, 0]), (0.75, [1, 2, 3])):
+        probs.fill_(value)
+        where = torch.as_tensor(slots, dtype=torch.int64, device=DEVICE)
+        mirror.publish(probs, where, np.asarray(slots), K)
+    assert mirror.probs[:, 0].tolist() == [0.25, 0.75, 0.75, 0.75]
 
 
 def test_restart_forgets_rows_that_were_held():
@@ -292,6 +355,7 @@ class Model:
         self.probs = [[0.0] * K for _ in range(S)]
         self.survival = [[0.0] * K for _ in range(S)]
         self.fresh, self.drafted = [False] * S, [False] * S
+        self.skipped = 0
         self.owner = [0] * S
         self.weight = [PRIOR_WEIGHT] * K
         self.total = [PRIOR_WEIGHT * PRIOR_CONFIDENCE] * K
@@ -306,8 +370,11 @@ class Model:
         return result
 
     def publish(self, rows, slots, depth):
-        if len(self.rounds) == 3:
+        if len(self.rounds) == host_copies._RING_SIZE:
             self.land()
+        num_steps = 1 + self.skipped
+        if self.skipped:
+            self.fresh, self.skipped = [False] * S, 0
         self.num_rounds += 1
         for row, slot in zip(rows, slots, strict=True):
             self.probs[slot], self.fresh[slot] = list(row), True
@@ -315,7 +382,7 @@ class Model:
             if not self.drafted[slot]:
                 self.survival[slot], self.drafted[slot] = self.prior(), True
         drafts = [(row, s, self.owner[s]) for row, s in zip(rows, slots, strict=True)]
-        self.rounds.append([self.num_rounds, drafts, len(drafts), depth])
+        self.rounds.append([self.num_rounds, drafts, len(drafts) / num_steps, depth])
 
     def land(self):
         while len(self.rounds) > 1:
@@ -361,7 +428,11 @@ class Model:
         for slot in slots:
             self.owner[slot] += 1
 
+    def skip_step(self):
+        self.skipped += 1
+
     def restart(self):
+        self.skipped = 0
         self.rounds.clear()
         self.held.clear()
         self.fresh, self.drafted = [False] * S, [True] * S
@@ -383,6 +454,7 @@ ROUNDS = st.lists(st.sampled_from(ALL), min_size=1, unique=True).flatmap(
 STEPS = st.one_of(
     ROUNDS,
     st.tuples(st.just("land")),
+    st.tuples(st.just("skip")),
     st.tuples(st.just("reset"), st.sampled_from(ALL), st.booleans()),
     st.tuples(st.just("drop"), st.lists(st.sampled_from(ALL), unique=True)),
     st.tuples(st.just("restart")),
@@ -400,6 +472,9 @@ def test_any_sequence_of_steps_agrees_with_the_model(steps):
         elif kind == "land":
             mirror.land()
             model.land()
+        elif kind == "skip":
+            mirror.skip_step()
+            model.skip_step()
         elif kind == "restart":
             mirror.restart()
             model.restart()
@@ -413,7 +488,8 @@ def test_any_sequence_of_steps_agrees_with_the_model(steps):
         np.testing.assert_allclose(mirror.prior, model.prior(), rtol=1e-4)
         np.testing.assert_array_equal(mirror.probs.cpu(), np.float32(model.probs))
         for slot in ALL:
-            assert mirror.all_fresh(np.asarray([slot])) == model.fresh[slot]
+            is_fresh = model.fresh[slot] and not model.skipped
+            assert mirror.all_fresh(np.asarray([slot])) == is_fresh
 
 
 # ---- step times --------------------------------------------------------------
@@ -483,6 +559,21 @@ def test_a_pause_in_publishing_is_no_step(monkeypatch, timed):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces CUDA events by a clock")
+def test_time_over_a_skipped_step_is_no_step_time(timed):
+    mirror, times = timed
+    for _ in range(4):
+        mirror.land()
+        for _ in range(6):
+            mirror.skip_step()
+        ClockedEvent.now += 1e6
+        for _ in range(2):
+            publish(mirror, 0.5)
+    mirror.land()
+    # The second of each pair alone; the last has not landed.
+    assert times == [(2, 1.0), (4, 1.0), (6, 1.0)]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="replaces CUDA events by a clock")
 def test_an_end_whose_event_was_reused_gives_no_time(timed):
     mirror, times = timed
     for _ in range(2):
@@ -490,7 +581,7 @@ def test_an_end_whose_event_was_reused_gives_no_time(timed):
         publish(mirror, 0.5)
     for _ in range(20):
         # Not landed in between: every event comes into use again.
-        for _ in range(3):
+        for _ in range(host_copies._RING_SIZE):
             publish(mirror, 0.5)
         mirror.land()
     assert all(ms == 1.0 for _, ms in times)

@@ -196,3 +196,31 @@ def test_bad_luck_cannot_pin_the_depth(window, luck):
         steps += 1
         assert steps <= (PROBE_INTERVAL + window + 1) * len(DEPTHS)
     assert steps > PROBE_INTERVAL, "premise: it was pinned"
+
+
+@NO_DEADLINE
+@given(
+    st.lists(st.tuples(st.sampled_from(DEPTHS), st.integers(0, 9)), max_size=40),
+    st.integers(1, 12),
+)
+def test_held_steps_count_like_updates_whose_wish_is_granted(steps, window):
+    """Probes aside: ``depth`` leaves them out."""
+    held, asked = make_controller(window=window), make_controller(window=window)
+    for controller in (held, asked):
+        controller.update(K, LOAD)
+    for wish, num_held in steps:
+        held.hold(num_held)
+        for _ in range(num_held):
+            asked.update(asked.depth, LOAD)
+        held.update(wish, LOAD)
+        asked.update(wish, LOAD)
+        assert held.depth == asked.depth
+        assert list(held._wishes) == list(asked._wishes)
+
+
+def test_a_probe_that_falls_due_while_held_comes_with_the_next_update():
+    controller = fallen(2)
+    controller.hold(PROBE_INTERVAL + 3)
+    assert controller.depth == 2
+    assert controller.update(2, LOAD) == 3
+    assert controller.update(2, LOAD) == 2

@@ -115,6 +115,17 @@ def test_of_a_large_batch_some_rows_a_step_and_all_in_turn(sts, launches, num_re
     assert sorted(offsets) == list(range(stride))
 
 
+def test_rows_have_their_turn_where_every_other_step_grades_nothing(sts, launches):
+    stride = S // MAX_ROWS_PER_STEP
+    assert stride > 1 and stride % 2 == 0, "premise"
+    for _ in range(2 * stride):
+        sts.observe(judged(S), K)
+        sts.observe(judged(S), K)
+        sts.pause()
+    offsets = [options["sample_offset"] for _, options in launches]
+    assert set(offsets[1::2]) == set(range(stride))
+
+
 def test_warming_up_changes_nothing(sts):
     sts.warm_up()
     assert torch.equal(sts.calibration, calibration_tensor(START, DEVICE))
@@ -251,6 +262,12 @@ def calibrate(plan, *, manager=None, grammar=None, judged=True):
 def test_a_step_below_the_knee_pauses():
     assert calibrate(FIXED) == "pause"
     assert calibrate(StepPlan(active=True), judged=False) == "pause"
+
+
+def test_a_step_that_is_not_published_pauses():
+    """Else its drafts would be graded with the logits of an earlier round."""
+    assert calibrate(StepPlan(active=True, publishes=False)) == "pause"
+    assert calibrate(StepPlan(active=True)) != "pause", "premise"
 
 
 def test_only_a_trimming_step_in_mask_mode_hands_over_capacities():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's decisions of one step: the gate, the budget, the cap, the depth."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.dspark import step_planner as module
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_costs import CapacityCosts
 from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMirror
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
+from vllm.v1.worker.gpu.spec_decode.dspark.depth import PROBE_INTERVAL
+from vllm.v1.worker.gpu.spec_decode.dspark.plan_cadence import PERIOD
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
     DEPTH_PLAN_INTERVAL,
     FIXED,
@@ -349,3 +352,172 @@ def test_no_rate_outlives_a_pause_below_the_knee():
     planner._plan_budget = lambda *_: rates.append(planner._decode_rate)
     planner.plan(make_batch([K] * 4))
     assert rates == [0.0]
+
+
+# ---- quiet steps -----------------------------------------------------------------
+
+ONLY_K = {"dspark_draft_depths": [K]}
+DEPTHS = {"dspark_draft_depths": [1, 2, K]}
+LOAD = MAX_NUM_REQS
+
+
+def serve(planner, batch, confidences=0.9, depth=K):
+    """Plan a step and publish it if it shall be; return the plan."""
+    plan = planner.plan(batch)
+    if plan.publishes:
+        draft(planner, batch, confidences, depth)
+        planner.published(depth)
+    else:
+        planner.mirror.skip_step()
+    return plan
+
+
+def rest(planner, batch, confidences=0.9):
+    """Serve a steady load until a plan has begun a quiet period."""
+    for _ in range(4 * PERIOD):
+        if not serve(planner, batch, confidences).publishes:
+            return
+    pytest.fail("premise: it comes to rest")
+
+
+@pytest.mark.parametrize("keys", [FLAT | ONLY_K, FLAT | DEPTHS])
+def test_a_quiet_step_looks_at_nothing_and_repeats_the_plan(keys):
+    planner, batch = make_planner(keys), make_batch([K] * LOAD)
+    rest(planner, batch)
+    planned = planner._last_plan
+    mirror, controller = planner.mirror, planner._controller
+    planner.mirror = planner._controller = planner.corrector = Untouchable()
+    batch.num_draft_tokens_np = batch.idx_mapping_np = Untouchable()
+    for _ in range(PERIOD - 3):
+        plan = planner.plan(batch)
+        assert plan == planned and not plan.publishes and not plan.trims
+    planner.corrector, planner.mirror, planner._controller = None, mirror, controller
+    assert planner.plan(batch) == replace(planned, publishes=True)
+
+
+@pytest.mark.parametrize("keys", [STEEP | ONLY_K, STEEP | DEPTHS])
+def test_a_load_that_trims_is_never_quiet(keys):
+    planner, batch = make_planner(keys), make_batch([K] * LOAD)
+    plans = [serve(planner, batch, [0.9, 0.1, 0.1, 0.1]) for _ in range(5 * PERIOD)]
+    assert plans[-1].trims, "premise"
+    assert all(plan.publishes for plan in plans)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"dspark_confidence_threshold": 0.01}, {"dspark_budget_frac": 0.999}]
+)
+def test_other_modes_give_every_step_its_own_budget(keys):
+    planner, batch = make_planner(keys), make_batch([K] * LOAD)
+    plans = [serve(planner, batch, 1.0) for _ in range(5 * PERIOD)]
+    assert not any(plan.trims for plan in plans), "premise"
+    assert all(plan.publishes for plan in plans)
+
+
+def test_worse_drafts_are_trimmed_at_the_end_of_a_period():
+    planner, batch = make_planner(STEEP | ONLY_K), make_batch([K] * LOAD)
+    rest(planner, batch, 1.0)
+    plans = [serve(planner, batch, [0.9, 0.1, 0.1, 0.1]) for _ in range(PERIOD + 1)]
+    assert [plan.trims for plan in plans] == [False] * (PERIOD - 1) + [True] * 2
+    assert plans[-2].publishes, "the next step may trim as well"
+
+
+def test_a_load_change_is_planned_at_once_and_may_trim_from_the_next_step_on():
+    for num_quiet in range(PERIOD - 1):
+        planner = make_planner(STEEP | ONLY_K)
+        rest(planner, make_batch([K] * LOAD), 1.0)
+        for _ in range(num_quiet):
+            serve(planner, make_batch([K] * LOAD), 1.0)
+        fewer = make_batch([K] * (LOAD // 2))
+        plans = [serve(planner, fewer, [0.9, 0.1, 0.1, 0.1]) for _ in range(3)]
+        # The drafts in hand were made unpublished.
+        assert plans[0].publishes and not plans[0].trims
+        assert plans[2].trims, "at the latest, as after a pause below the knee"
+
+
+def test_drafts_of_unpublished_steps_are_never_ranked():
+    planner = make_planner(STEEP | ONLY_K)
+    batch = make_batch([K] * LOAD)
+    rest(planner, batch, 1.0)
+    # What is known of the requests says trim; their drafts in hand are unknown.
+    planner.mirror._survival[:] = 0.01
+    assert planner.mirror.survival_probs(np.arange(LOAD)).max() < 0.1
+    assert not planner.plan(make_batch([K] * (LOAD // 2))).trims
+
+
+def test_plans_of_unequal_widths_are_not_calm():
+    planner = make_planner(FLAT | ONLY_K)
+    mixed = make_batch([K] * (LOAD - 1) + [2])
+    assert all(serve(planner, mixed).publishes for _ in range(5 * PERIOD))
+
+
+def test_a_pending_depth_is_not_calm():
+    """The wish is for less, and the window has yet to agree."""
+    planner = make_planner(FLAT | DEPTHS, DYNAMIC_DRAFT_DEPTH_WINDOW=1000)
+    batch = make_batch([K] * LOAD)
+    serve(planner, batch)
+    planner._wish_for_depth = lambda *_: setattr(planner, "_wished_depth", 1)
+    plans = [serve(planner, batch) for _ in range(5 * PERIOD)]
+    assert {plan.next_depth for plan in plans} == {K}, "premise"
+    assert all(plan.publishes for plan in plans[PERIOD:])
+
+
+def test_a_probe_of_the_depth_is_not_calm_and_is_at_most_a_period_late():
+    planner = make_planner(STEEP | DEPTHS)
+    planner._wish_for_depth = lambda *_: setattr(planner, "_wished_depth", 1)
+    planner._choose_budget = lambda *_: NO_LIMIT
+    batch, plans = make_batch([1] * LOAD), []
+    for _ in range(3 * PROBE_INTERVAL):
+        plans.append(serve(planner, batch, depth=1))
+    deeper = [i for i, plan in enumerate(plans) if plan.next_depth == 2]
+    assert any(not plan.publishes for plan in plans[: deeper[0]]), "premise"
+    assert 0 <= deeper[0] - PROBE_INTERVAL < PERIOD
+    assert all(plan.publishes for plan in plans[deeper[0] :][:PERIOD])
+
+
+def test_depth_is_planned_once_a_period_also_while_quiet():
+    planner, batch, wishes = make_planner(FLAT | DEPTHS), make_batch([K] * LOAD), []
+    original = planner._wish_for_depth
+    planner._wish_for_depth = lambda *a: wishes.append(served[0]) or original(*a)
+    served = [0]
+    for served[0] in range(6 * PERIOD):
+        serve(planner, batch, 1.0)
+    assert planner.cadence._quiet, "premise"
+    assert np.diff(wishes).tolist() == [DEPTH_PLAN_INTERVAL] * (len(wishes) - 1)
+
+
+def test_one_step_of_a_quiet_period_is_compared_with_its_time():
+    planner, batch = make_planner(FLAT | ONLY_K), make_batch([K] * LOAD)
+    noted = []
+    planner.corrector = SimpleNamespace(
+        correction=None,
+        learn=lambda: None,
+        note=lambda serial, described, depth: noted.append((serial, described)),
+        times=SimpleNamespace(exchange=lambda serial: None),
+    )
+    rest(planner, batch)
+    noted.clear()
+    planner._num_computed_tokens[:] = 77
+    first = planner.mirror.serial
+    for _ in range(PERIOD - 1):
+        serve(planner, batch)
+    # Of the two that were published the first has no time of its own.
+    [(serial, described)] = noted
+    assert serial == planner.mirror.serial == first + 2
+    assert described.width == K and described.context_tokens == 77.0
+    assert described.num_tokens == LOAD * (K + 1) and not described.trims
+
+
+def test_quiet_plans_name_the_load_at_hand():
+    planner = make_planner(FLAT | DEPTHS)
+    rest(planner, make_batch([K] * LOAD))
+    plan = serve(planner, make_batch([K] * (LOAD - 1)))
+    assert not plan.publishes, "premise: within the tolerance"
+    assert plan.num_decodes == LOAD - 1
+    assert plan.next_depth == planner._controller.depth
+
+
+def test_a_pause_below_the_knee_ends_the_rest():
+    planner = make_planner(FLAT | ONLY_K, CAPACITY_ACTIVATION_BATCH_SIZE=LOAD)
+    rest(planner, make_batch([K] * LOAD))
+    assert planner.plan(make_batch([K])) is FIXED
+    assert serve(planner, make_batch([K] * LOAD)).publishes

@@ -44,6 +44,13 @@ AGREEING |= {
     "checked": Scenario(num_steps=NUM_STEPS, check=1),
     "timed": Scenario(num_steps=NUM_STEPS, times=True, keys=measured_keys()),
 }
+# Costs that hardly rise: everything is verified, and most steps are quiet.
+QUIET = Scenario(
+    num_steps=NUM_STEPS,
+    check=1,
+    keys={"dspark_sps_curve": [[8, 100.0], [80, 99.0]]},
+    steady=True,
+)
 UNCHECKED = {
     drift: Scenario(drift=drift, num_steps=NUM_STEPS, fault="no_broadcast")
     for drift in ("ulp", "large", "nan")
@@ -78,6 +85,7 @@ def traces(temp_dir) -> dict[str, tuple[RankTrace, ...]]:
         **{f"unchecked_{name}": s for name, s in UNCHECKED.items()},
         **FAULTY,
         "own_times": OWN_TIMES,
+        "quiet": QUIET,
     }
     results = run_ranks(list(scenarios.values()), temp_dir)
     return dict(zip(scenarios, results, strict=True))
@@ -138,6 +146,15 @@ def test_ranks_learn_costs_from_the_step_times_of_rank_0(traces):
     assert first.num_factors == second.num_factors > 0, "premise: costs are corrected"
     own_first, own_second = traces["own_times"]
     assert num_mismatches(own_first, own_second) > 0, "without the exchange they part"
+
+
+def test_ranks_agree_on_which_steps_are_quiet(traces):
+    first, second = traces["quiet"]
+    assert first.error is None and second.error is None
+    assert num_mismatches(first, second) == 0
+    assert first.published == second.published
+    assert sum(first.published) < NUM_STEPS / 2, "premise: most steps are quiet"
+    assert len(first.published) == second.num_drifted == NUM_STEPS
 
 
 @pytest.mark.parametrize("name", FAULTY)

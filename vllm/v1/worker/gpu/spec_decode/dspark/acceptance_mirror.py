@@ -86,7 +86,7 @@ class AcceptanceMirror(HostCopies[np.ndarray]):
             num_sampled, num_rejected = counts[:, copy.round]
             num_accepted = np.maximum(num_sampled - self._num_bonus_tokens, 0)
             if len(num_accepted):
-                self._learn(num_accepted, num_accepted + num_rejected)
+                self._learn(num_accepted, num_accepted + num_rejected, copy.num_steps)
 
     def publish(
         self,
@@ -116,7 +116,9 @@ class AcceptanceMirror(HostCopies[np.ndarray]):
         self.serial += 1
         self._start(buffer, event, self.serial, decoding)
 
-    def _learn(self, num_accepted: np.ndarray, num_judged: np.ndarray) -> None:
+    def _learn(
+        self, num_accepted: np.ndarray, num_judged: np.ndarray, num_steps: int
+    ) -> None:
         depth = int(num_judged.max())
         positions = np.arange(depth)
         accepted = num_accepted[:, None] > positions
@@ -128,4 +130,5 @@ class AcceptanceMirror(HostCopies[np.ndarray]):
             (judged & accepted).sum(axis=0).tolist(),
             num_rows=num_reqs,
             num_reqs=num_reqs,
+            num_steps=num_steps,
         )

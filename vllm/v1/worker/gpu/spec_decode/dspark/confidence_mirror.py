@@ -108,6 +108,11 @@ class ConfidenceMirror(HostCopies[Round], SurvivalHistory):
         published = self.begin_round(slots, draft_depth)
         self._start(buffer, event, published.serial, published)
 
+    def skip_step(self) -> None:
+        """Note that a step was not published; see the base classes."""
+        HostCopies.skip_step(self)
+        SurvivalHistory.skip_step(self)
+
     def _rows_of(self, probs: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """Return the first rows. The drafter's tensor is the same in every step."""
         whole, size, rows = self._sliced

@@ -14,6 +14,8 @@ Invariants (pinned by tests/.../dspark/test_depth.py):
     aside; a probe lasts one step.
   * After ``PROBE_INTERVAL`` steps at one depth below K the next deeper one is tried
     for a step, so a run of bad luck cannot pin the depth at the floor.
+  * ``hold`` counts steps like ``update`` at a wish that is granted; a probe that
+    falls due meanwhile comes with the next ``update``.
   * Idle, or a batch down to 75 % of its high-water mark, resets it to K.
 """
 
@@ -82,6 +84,15 @@ class DepthController:
         elif self._probes():
             return self._depths[self._index + 1]
         return self.depth
+
+    def hold(self, num_steps: int) -> None:
+        """Count steps that wished for the depth in use and were not asked about.
+
+        Args:
+            num_steps: How many.
+        """
+        self._wishes.extend([self._index] * num_steps)
+        self._steps_at_depth += num_steps
 
     def clamp(self, depth: int) -> int:
         """Return the deepest usable depth that is at most ``depth``."""

@@ -6,6 +6,7 @@ test_acceptance_mirror.py):
   * The host waits on events and never polls: ranks that polled could see different
     rounds and decide differently.
   * The latest copy is never landed.
+  * Only the time between publications of consecutive steps is reported.
 """
 
 from collections import deque
@@ -18,8 +19,9 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.utils import CpuGpuBuffer
 
-# Rounds in flight: one per step that may be queued, and one being written.
-_RING_SIZE = 3
+# In flight are up to two of a quiet period and the last one before it; the fourth is
+# the last that landed, whose end is where the next one's time begins.
+_RING_SIZE = 4
 
 RoundT = TypeVar("RoundT")
 
@@ -33,12 +35,14 @@ class HostCopy(Generic[RoundT]):
         event: Recorded behind it.
         serial: Number of its publication.
         round: What the host knows about it.
+        num_steps: Steps since the publication before it; 1 if that was the last step.
     """
 
     buffer: CpuGpuBuffer
     event: torch.cuda.Event
     serial: int
     round: RoundT
+    num_steps: int
 
 
 class HostCopies(Generic[RoundT]):
@@ -51,8 +55,8 @@ class HostCopies(Generic[RoundT]):
         device: Device that is copied from.
 
     Attributes:
-        on_step_time: Receives (serial, ms) between the ends of two publications;
-            None: untimed.
+        on_step_time: Receives (serial, ms) between the ends of two publications of
+            consecutive steps; None: untimed.
     """
 
     def __init__(
@@ -69,6 +73,11 @@ class HostCopies(Generic[RoundT]):
         )
         self._in_flight: deque[HostCopy[RoundT]] = deque()
         self._landed: HostCopy[RoundT] | None = None
+        self._num_steps = 1
+
+    def skip_step(self) -> None:
+        """Note that a step was not published: the next one's time is not its own."""
+        self._num_steps += 1
 
     def _landed_copies(self) -> Iterator[HostCopy[RoundT]]:
         """Yield every copy but the latest, in order, waiting for each."""
@@ -85,7 +94,9 @@ class HostCopies(Generic[RoundT]):
         # The last one's event is free by now, but the next publication has yet to
         # take it: events are reused in order.
         last, self._landed = self._landed, copy
-        if self.on_step_time is not None and last is not None:
+        if self.on_step_time is None or last is None:
+            return
+        if copy.num_steps == 1:
             self.on_step_time(copy.serial, last.event.elapsed_time(copy.event))
 
     def _take_buffer(self) -> tuple[CpuGpuBuffer, torch.cuda.Event]:
@@ -100,7 +111,9 @@ class HostCopies(Generic[RoundT]):
         self, buffer: CpuGpuBuffer, event: torch.cuda.Event, serial: int, round_: RoundT
     ) -> None:
         """Note that a copy was queued and its event recorded behind it."""
-        self._in_flight.append(HostCopy(buffer, event, serial, round_))
+        copy = HostCopy(buffer, event, serial, round_, self._num_steps)
+        self._in_flight.append(copy)
+        self._num_steps = 1
 
     def _drop_copies(self) -> None:
         """Forget the copies in flight."""

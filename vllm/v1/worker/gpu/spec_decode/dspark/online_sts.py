@@ -5,15 +5,15 @@ The planner multiplies confidences to survivals and spends the budget by them, s
 head that is off by a temperature or a shift plans the wrong budget. What is fitted is
 described in :mod:`.sts_fit`; here is where the data comes from and when it is used.
 
-All of it stays on the device. In every active step (at or above the knee) one launch
-grades the drafts that the step judged and notes the raw logits of those it made; in
-every ``FIT_INTERVAL``-th, another refits scales, biases and bends from the last
-``RING_ROWS`` graded rows of each class and writes them where the captured draft graph
-reads them. Rows rather than histograms are kept, because the cumulative product needs
-the joint distribution of a row's logits, which bins would blur (and clip, for a head
-that is far too sure). No step waits, copies to the host or computes there; a small
-copy after each fit feeds ``state_json``. Below the knee nothing is launched: the draft
-graph applies the scales that it finds.
+All of it stays on the device. In every step that publishes (at or above the knee, all
+but quiet ones) one launch grades the drafts that the step judged and notes the raw
+logits of those it made; in every ``FIT_INTERVAL``-th, another refits scales, biases and
+bends from the last ``RING_ROWS`` graded rows of each class and writes them where the
+captured draft graph reads them. Rows rather than histograms are kept, because the
+cumulative product needs the joint distribution of a row's logits, which bins would blur
+(and clip, for a head that is far too sure). No step waits, copies to the host or
+computes there; a small copy after each fit feeds ``state_json``. In other steps nothing
+is launched: the draft graph applies the scales that it finds.
 
 Only fresh, graded positions count. A slot's logits are stamped with the run of
 publishing steps that they were noted in, and with the depth that was drafted, so that
@@ -38,7 +38,7 @@ other ranks do not calibrate.
 Invariants (pinned by tests/.../dspark/test_online_sts.py and the engine runs of
 tests/v1/worker/gpu/test_dspark_online_sts.py):
   * A pause between publishing steps makes every slot stale, without a launch.
-  * At most one launch an active step, two where it refits.
+  * At most one launch a published step, two where it refits.
   * The buffer that the graph reads keeps its address.
 """
 
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Active steps between fits: a fit takes about as long as eight observations.
+# Published steps between fits: a fit takes about as long as eight observations.
 FIT_INTERVAL = 32
 # About as many rows of a step are graded, the others in later steps: the ring then
 # looks back on hundreds of steps at any load, not on the last few of a large batch.
@@ -116,7 +116,7 @@ def make_online_sts(runner: "DSparkCapacityModelRunner") -> "OnlineSTS | None":
 class OnlineSTS:
     """Keeps the calibration of the draft graph right.
 
-    Lifecycle: built with the KV cache; ``warm_up`` after graph capture; per active
+    Lifecycle: built with the KV cache; ``warm_up`` after graph capture; per published
     step ``observe``; ``pause`` in every other step; ``forget`` for a new request.
 
     Args:
@@ -178,7 +178,7 @@ class OnlineSTS:
         draft_depth: int,
         grammar_rows: np.ndarray | None = None,
     ) -> None:
-        """Grade the drafts that an active step judged and note those that it made.
+        """Grade the drafts that a published step judged and note those it made.
 
         Args:
             judged: What the step verified; ``excluded`` is filled in here.
@@ -204,13 +204,19 @@ class OnlineSTS:
             stamp=self._stamp,
             draft_depth=draft_depth,
             sample_stride=stride,
-            sample_offset=self._num_steps_observed % stride,
+            sample_offset=self._sample_offset(stride),
         )
         self._num_steps_observed += 1
         if self._num_steps_observed % FIT_INTERVAL == 0:
             self._fit()
         if self._log is not None:
             self._log.poll()
+
+    def _sample_offset(self, stride: int) -> int:
+        # Not the number of the step alone: where every other step can grade nothing,
+        # half of the rows would never have their turn.
+        step = self._num_steps_observed
+        return (step + step // stride) % stride
 
     def pause(self) -> None:
         """Make all slots stale: a step has judged and drafted unobserved."""
@@ -271,7 +277,7 @@ class OnlineSTS:
 
 
 class _CalibrationLog:
-    """Logs the calibration and its effect now and then. Per active step: ``poll``.
+    """Logs the calibration and its effect now and then. Per published step: ``poll``.
 
     The rows are copied to the host without waiting, and looked at in a later step;
     each line costs that step some milliseconds.

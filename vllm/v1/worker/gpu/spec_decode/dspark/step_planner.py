@@ -9,6 +9,7 @@ Invariants (pinned by tests/.../dspark/test_step_planner.py):
     was read, computed or waited for.
   * The first step at or above the knee verifies everything.
   * A budget that covers every scheduled draft is no trimming at all.
+  * In a quiet step (:mod:`.plan_cadence`) nothing is landed, looked up or decided.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.confidence_mirror import ConfidenceMi
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_correction import CostCorrection
 from vllm.v1.worker.gpu.spec_decode.dspark.cost_profile import SHORT_CONTEXT_TOKENS
 from vllm.v1.worker.gpu.spec_decode.dspark.depth import DepthController
+from vllm.v1.worker.gpu.spec_decode.dspark.plan_cadence import Load, PlanCadence
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     PlanInputs,
     fraction_budget,
@@ -59,11 +61,12 @@ class StepPlan:
     """What one step does.
 
     Attributes:
-        active: At or above the knee: confidences are published after drafting.
+        active: At or above the knee.
         draft_budget: Drafts to verify over the batch; None verifies them all.
         num_tokens: Target tokens of the batch at that budget.
         next_depth: Depth to draft at from the next scheduled step on; None is K.
         num_decodes: Decode requests in the batch.
+        publishes: Of an active step: confidences are published after drafting.
     """
 
     active: bool
@@ -71,6 +74,7 @@ class StepPlan:
     num_tokens: int = 0
     next_depth: int | None = None
     num_decodes: int = 0
+    publishes: bool = True
 
     @property
     def trims(self) -> bool:
@@ -81,8 +85,7 @@ class StepPlan:
 # plan_depth does not look at the drafts in hand.
 _NO_DRAFTS = np.zeros(0, dtype=np.int32)
 
-FIXED = StepPlan(active=False)
-VERIFY_ALL = StepPlan(active=True)
+FIXED = StepPlan(active=False, publishes=False)
 
 
 class StepPlanner:
@@ -134,6 +137,9 @@ class StepPlanner:
             self._controller = DepthController(
                 self.depths, window=env.draft_depth_window
             )
+        # Other modes give each step its own budget; they promise nothing of rates.
+        self.cadence = PlanCadence(enabled=config.mode == "curve")
+        self._last_plan = FIXED
         self._wished_depth = num_speculative_steps
         self._steps_since_wish = DEPTH_PLAN_INTERVAL
         self._reqs_at_wish = 0
@@ -153,37 +159,72 @@ class StepPlanner:
         if not self.costs.ready or num_decodes < self.costs.activation_num_reqs:
             self.publishing = False
             return FIXED
+        load = Load(len(batch.req_ids), num_decodes, batch.num_tokens)
         if not self.publishing:
             self.publishing = True
+            self.cadence.reset()
             self.mirror.restart()
             if self._controller is not None:
                 self._controller.reset()
             self._steps_since_wish = DEPTH_PLAN_INTERVAL
             self._decode_rate = 0.0
+        elif self.cadence.is_quiet(load):
+            return self._plan_quietly(batch, num_decodes)
         self.mirror.land()
-        # An upper bound by the drafts in flight, which is nothing beside a context.
-        contexts = self._num_computed_tokens.take(batch.idx_mapping_np)
-        facts = gather_facts(batch, num_decodes)
-        self._context_tokens = int(np.add.reduce(contexts)) / facts.num_reqs
+        facts = self._look_at(batch, num_decodes)
         if self.corrector is not None:
             self.corrector.learn()
         budget = self._plan_budget(batch, facts)
         num_tokens = 0 if budget is None else facts.num_non_drafts + budget
-        if self.corrector is not None:
-            self._planned = PlannedBatch(
-                facts.num_reqs,
-                facts.num_non_drafts + facts.num_drafts
-                if budget is None
-                else num_tokens,
-                facts.width,
-                budget is not None,
-                facts.decode_only,
-                self._context_tokens,
-            )
-        if self._controller is None:
-            return VERIFY_ALL if budget is None else StepPlan(True, budget, num_tokens)
-        depth = self._plan_depth(batch, facts)
-        return StepPlan(True, budget, num_tokens, depth, num_decodes)
+        self._expect(facts, budget)
+        depth, is_settled = None, True
+        if self._controller is not None:
+            depth = self._plan_depth(batch, facts)
+            is_settled = depth == self._controller.depth == self._wished_depth
+        self.cadence.planned(
+            load,
+            is_calm=budget is None and is_settled and facts.width >= 0,
+            age=0 if self._controller is None else self._steps_since_wish,
+        )
+        publishes = self.cadence.publishes
+        reqs = 0 if depth is None else num_decodes
+        plan = StepPlan(True, budget, num_tokens, depth, reqs, publishes)
+        self._last_plan = plan
+        return plan
+
+    def _look_at(self, batch: "BatchReqState", num_decodes: int) -> BatchFacts:
+        facts = gather_facts(batch, num_decodes)
+        # An upper bound by the drafts in flight, which is nothing beside a context.
+        contexts = self._num_computed_tokens.take(batch.idx_mapping_np)
+        self._context_tokens = int(np.add.reduce(contexts)) / facts.num_reqs
+        return facts
+
+    def _expect(self, facts: BatchFacts, budget: int | None) -> None:
+        """Describe the step to whoever compares plans with times."""
+        if self.corrector is None:
+            return
+        num_drafts = facts.num_drafts if budget is None else budget
+        self._planned = PlannedBatch(
+            facts.num_reqs,
+            facts.num_non_drafts + num_drafts,
+            facts.width,
+            budget is not None,
+            facts.decode_only,
+            self._context_tokens,
+        )
+
+    def _plan_quietly(self, batch: "BatchReqState", num_decodes: int) -> StepPlan:
+        """Do as the last plan said: verify everything, and keep the depth."""
+        self._planned = None
+        if self.cadence.follows_publication:
+            # The one step of a period whose time is that of one step.
+            self._expect(self._look_at(batch, num_decodes), None)
+        last, publishes = self._last_plan, self.cadence.publishes
+        reqs = 0 if last.next_depth is None else num_decodes
+        if (reqs, publishes) != (last.num_decodes, last.publishes):
+            last = StepPlan(True, None, 0, last.next_depth, reqs, publishes)
+            self._last_plan = last
+        return last
 
     def published(self, draft_depth: int) -> None:
         """Await the time of the step that was just published.
@@ -294,8 +335,9 @@ class StepPlanner:
 
     def _plan_depth(self, batch: "BatchReqState", facts: BatchFacts) -> int:
         assert self._controller is not None
-        num_decodes = facts.num_decodes
-        self._steps_since_wish += 1
+        num_decodes, num_skipped = facts.num_decodes, self.cadence.num_skipped
+        self._controller.hold(num_skipped)
+        self._steps_since_wish += 1 + num_skipped
         change = abs(num_decodes - self._reqs_at_wish)
         if (
             self._steps_since_wish >= DEPTH_PLAN_INTERVAL

@@ -2,7 +2,7 @@
 """Kernels of confidence calibration in a step: apply and observe.
 
 ``calibrate_confidences`` runs inside the captured draft graph, ``observe_drafts`` once
-per active step; ``fit_confidences`` (:mod:`.sts_fit_kernel`) once per many. All run on
+a published step; ``fit_confidences`` (:mod:`.sts_fit_kernel`) once per many. All run on
 the main stream, so what a draft graph reads is settled by stream order alone.
 
 Invariants (pinned by tests/.../dspark/test_sts_kernels.py and test_kernel_registry.py):

@@ -10,7 +10,8 @@ Invariants (pinned by tests/.../dspark/test_confidence_mirror.py):
   * A row is readable only once its request has been published again, on every rank
     alike. A request that a step left out keeps its drafts, so its row stays held
     although the round is over.
-  * Rows whose drafts were made while publishing was off are not fresh.
+  * Rows whose drafts were made while publishing was off, or in a step that was not
+    published, are not fresh.
   * What lands after its slot was freed or given to another request is dropped, and
     nothing is held for a request that has ended.
   * Positions beyond the depth that was drafted carry the learned prior.
@@ -24,8 +25,8 @@ import numpy as np
 # Conditional acceptance assumed for a request until its first round has landed;
 # near the mean of published DSpark checkpoints (arXiv 2607.05147).
 PRIOR_CONFIDENCE = 0.8
-# Weight of the past in the learned prior, per landed round: a memory of about a
-# hundred rounds, some seconds of serving.
+# Weight of the past in the learned prior, per step: a memory of about a hundred, some
+# seconds of serving.
 PRIOR_DECAY = 0.99
 # Rounds' worth of requests that the assumed confidence stands for at the start.
 PRIOR_WEIGHT = 8.0
@@ -41,6 +42,7 @@ class Round(NamedTuple):
         serial: Number of the round.
         num_reqs: Requests of the whole round.
         epoch: Number of the changes to slots before it.
+        num_steps: Steps since the round before it; 1 if that was the last step.
     """
 
     slots: np.ndarray
@@ -49,6 +51,7 @@ class Round(NamedTuple):
     serial: int
     num_reqs: int
     epoch: int
+    num_steps: int
 
     def select(self, rows: np.ndarray) -> "Round":
         """Return some of the rows. ``rows``: shape [R], bool."""
@@ -96,8 +99,12 @@ class AcceptancePrior:
         *,
         num_rows: int,
         num_reqs: int,
+        num_steps: int = 1,
     ) -> None:
         """Move towards the mean of some rows; part of a round counts as that part.
+
+        A round stands for the steps before it that were not published as well, so
+        that the past fades by steps and not by publications.
 
         Args:
             reached: Rows that got to position k, or how many are expected to have.
@@ -105,12 +112,14 @@ class AcceptancePrior:
             accepted: How many of them had draft k accepted. Shape [d].
             num_rows: All rows.
             num_reqs: Requests of the whole round, >= 1.
+            num_steps: Steps that the round stands for, >= 1.
         """
-        decay = PRIOR_DECAY ** (num_rows / num_reqs)
+        share = num_steps / num_reqs
+        decay = PRIOR_DECAY ** (num_rows * share)
         weight, total = self._weight, self._sum
         for k in range(len(accepted)):
-            weight[k] = decay * weight[k] + reached[k] / num_reqs
-            total[k] = decay * total[k] + accepted[k] / num_reqs
+            weight[k] = decay * weight[k] + reached[k] * share
+            total[k] = decay * total[k] + accepted[k] * share
         self._arrays = None
 
 
@@ -139,8 +148,10 @@ class SurvivalHistory:
         self._held: list[tuple[Round, np.ndarray]] = []
         # Changes with any slot's generation or freshness.
         self._epoch = 0
+        # Latest steps whose drafts were not published.
+        self._num_skipped = 0
         nobody = np.zeros(0, dtype=np.int64)
-        self._latest = Round(nobody, nobody, 0, 0, 0, 0)
+        self._latest = Round(nobody, nobody, 0, 0, 0, 0, 1)
 
     @property
     def prior(self) -> np.ndarray:
@@ -177,6 +188,8 @@ class SurvivalHistory:
         Args:
             slots: Request slots. Shape [R], intp.
         """
+        if self._num_skipped:
+            return False
         return int(np.count_nonzero(self._fresh.take(slots))) == len(slots)
 
     def survival_probs(self, slots: np.ndarray) -> np.ndarray:
@@ -201,6 +214,10 @@ class SurvivalHistory:
             The round, to be taken in with its confidences.
         """
         self.serial += 1
+        num_steps, self._num_skipped = 1 + self._num_skipped, 0
+        if num_steps > 1:
+            self._epoch += 1
+            self._fresh[:] = False
         last = self._latest
         stays = last.epoch == self._epoch and len(last.slots) == len(slots)
         if stays and np.count_nonzero(last.slots == slots) == len(slots):
@@ -215,9 +232,23 @@ class SurvivalHistory:
             self._drafted[first] = True
             generations = self._generation[slots]
         self._latest = Round(
-            slots, generations, draft_depth, self.serial, len(slots), self._epoch
+            slots,
+            generations,
+            draft_depth,
+            self.serial,
+            len(slots),
+            self._epoch,
+            num_steps,
         )
         return self._latest
+
+    def skip_step(self) -> None:
+        """Note that a step drafted and was not published.
+
+        Its drafts are unknown, so no slot is fresh until it is published again. What
+        landed before stays: it is a few steps old, and of the same requests.
+        """
+        self._num_skipped += 1
 
     def take_in(self, landed: Round, probs: np.ndarray) -> None:
         """Hold a round's confidences until its rows may be seen.
@@ -285,6 +316,7 @@ class SurvivalHistory:
             accepted,
             num_rows=num_rows,
             num_reqs=max(done.num_reqs, 1),
+            num_steps=done.num_steps,
         )
         return survival
 
@@ -300,6 +332,7 @@ class SurvivalHistory:
         """
         self._held.clear()
         self._epoch += 1
+        self._num_skipped = 0
         self._fresh[:] = False
         self._survival[:] = self.prior
         self._drafted[:] = True

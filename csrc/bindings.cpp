@@ -28,51 +28,59 @@ bool has_cuda() {
 #endif
 }
 
-void launch_on_current_stream([[maybe_unused]] const AdmissionArgs& args,
-                              [[maybe_unused]] int32_t device_index) {
+// What the operator returns; capacity_native.py has the words. Nothing is thrown: a
+// compiler may link its own C++ library into this one, and an exception that torch's
+// then has to catch ends the process.
+enum Status : int64_t { kDone = 0, kSizes = 1, kTypes = 2, kStream = 3, kLaunch = 4 };
+
+Status launch_on_current_stream([[maybe_unused]] const AdmissionArgs& args,
+                                [[maybe_unused]] int32_t device_index) {
 #ifdef DSPARK_WITH_CUDA
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   void* stream = nullptr;
-  // torch 2.11 has no macro of its own for this check.
-  STD_TORCH_CHECK(
-      aoti_torch_get_current_cuda_stream(device_index, &stream) == AOTI_TORCH_SUCCESS,
-      "admit_drafts: torch did not say which stream is current");
-  const char* error = admit_drafts_cuda(args, stream);
-  STD_TORCH_CHECK(error == nullptr, "admit_drafts: the launch failed: ", error);
+  if (aoti_torch_get_current_cuda_stream(device_index, &stream) != AOTI_TORCH_SUCCESS) {
+    return kStream;
+  }
+  if (admit_drafts_cuda(args, stream) != nullptr) return kLaunch;
 #endif
+  return kDone;
 }
 
-void admit_drafts(const Tensor& confidence_probs, const Tensor& idx_mapping,
-                  const Tensor& scheduled_drafts, const Tensor& num_non_draft_tokens,
-                  int64_t draft_budget, int64_t num_bonus_tokens, bool fill_budget,
-                  double min_survival, const Tensor& capacities_out,
-                  const Tensor& cu_num_logits_out, const Tensor& query_start_loc_out) {
+bool is_int32(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Int; }
+
+int64_t admit_drafts(const Tensor& confidence_probs, const Tensor& idx_mapping,
+                     const Tensor& scheduled_drafts, const Tensor& num_non_draft_tokens,
+                     int64_t draft_budget, int64_t num_bonus_tokens, bool fill_budget,
+                     double min_survival, const Tensor& capacities_out,
+                     const Tensor& cu_num_logits_out,
+                     const Tensor& query_start_loc_out) {
   const int64_t num_reqs = idx_mapping.numel();
   const int64_t num_offsets = query_start_loc_out.numel();
   // The Python side has checked everything, in words for users. This keeps a call of
-  // the bare operator within its tensors; data pointers check the types.
-  STD_TORCH_CHECK(
+  // the bare operator within its tensors.
+  const bool fits =
       confidence_probs.dim() == 2 && confidence_probs.size(1) <= kMaxSteps &&
-          num_reqs <= kMaxReqs && scheduled_drafts.numel() == num_reqs &&
-          num_non_draft_tokens.numel() == num_reqs &&
-          capacities_out.numel() >= num_reqs &&
-          cu_num_logits_out.numel() > num_reqs && num_offsets > num_reqs,
-      "admit_drafts: sizes do not fit; call capacity_native.admit_drafts_native, "
-      "which says which");
-
+      num_reqs <= kMaxReqs && scheduled_drafts.numel() == num_reqs &&
+      num_non_draft_tokens.numel() == num_reqs && capacities_out.numel() >= num_reqs &&
+      cu_num_logits_out.numel() > num_reqs && num_offsets > num_reqs;
+  if (!fits) return kSizes;
   AdmissionArgs args;
-  args.confidence = confidence_probs.const_data_ptr<float>();
   args.idx_is_int64 = idx_mapping.scalar_type() == ScalarType::Long;
-  if (args.idx_is_int64) {
-    args.idx_mapping = idx_mapping.const_data_ptr<int64_t>();
-  } else {
-    args.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
-  }
-  args.scheduled = scheduled_drafts.const_data_ptr<int32_t>();
-  args.num_non_draft = num_non_draft_tokens.const_data_ptr<int32_t>();
-  args.capacities = capacities_out.mutable_data_ptr<int32_t>();
-  args.cu_num_logits = cu_num_logits_out.mutable_data_ptr<int32_t>();
-  args.query_start_loc = query_start_loc_out.mutable_data_ptr<int32_t>();
+  const bool typed = confidence_probs.scalar_type() == ScalarType::Float &&
+                     (args.idx_is_int64 || is_int32(idx_mapping)) &&
+                     is_int32(scheduled_drafts) && is_int32(num_non_draft_tokens) &&
+                     is_int32(capacities_out) && is_int32(cu_num_logits_out) &&
+                     is_int32(query_start_loc_out);
+  if (!typed) return kTypes;
+
+  args.confidence = static_cast<const float*>(confidence_probs.const_data_ptr());
+  args.idx_mapping = idx_mapping.const_data_ptr();
+  args.scheduled = static_cast<const int32_t*>(scheduled_drafts.const_data_ptr());
+  args.num_non_draft =
+      static_cast<const int32_t*>(num_non_draft_tokens.const_data_ptr());
+  args.capacities = static_cast<int32_t*>(capacities_out.mutable_data_ptr());
+  args.cu_num_logits = static_cast<int32_t*>(cu_num_logits_out.mutable_data_ptr());
+  args.query_start_loc = static_cast<int32_t*>(query_start_loc_out.mutable_data_ptr());
   args.confidence_stride = confidence_probs.stride(0);
   args.num_slots = confidence_probs.size(0);
   args.num_steps = static_cast<int32_t>(confidence_probs.size(1));
@@ -84,11 +92,11 @@ void admit_drafts(const Tensor& confidence_probs, const Tensor& idx_mapping,
   args.key_floor = fill_budget ? 0 : std::max(1, key_floor);
   args.num_bonus_tokens = static_cast<int32_t>(num_bonus_tokens);
 
-  if (confidence_probs.is_cpu()) {
-    admit_drafts_cpu(args);
-  } else {
-    launch_on_current_stream(args, confidence_probs.get_device_index());
+  if (!confidence_probs.is_cpu()) {
+    return launch_on_current_stream(args, confidence_probs.get_device_index());
   }
+  admit_drafts_cpu(args);
+  return kDone;
 }
 
 } // namespace
@@ -100,7 +108,7 @@ STABLE_TORCH_LIBRARY(_dspark_C, library) {
       "scheduled_drafts, Tensor num_non_draft_tokens, int draft_budget, int "
       "num_bonus_tokens, bool fill_budget, float min_survival, Tensor(a!) "
       "capacities_out, Tensor(b!) cu_num_logits_out, Tensor(c!) "
-      "query_start_loc_out) -> ()");
+      "query_start_loc_out) -> int");
   library.def("has_cuda() -> bool");
 }
 

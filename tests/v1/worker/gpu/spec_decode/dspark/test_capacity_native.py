@@ -137,29 +137,46 @@ def test_admission_is_one_operator_call(native_operators):
 
 
 def test_bare_operator_stays_within_its_tensors(native_operators):
-    """Called past the launcher's checks, it refuses instead of reading beyond."""
+    """Called past the launcher's checks, it says what is wrong and writes nothing."""
     tensors = on_device(inputs_of([[0.5, 0.5]] * 4))
-    outs = [torch.zeros(5, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    outs = [torch.full((5,), -7, dtype=torch.int32, device=DEVICE) for _ in range(3)]
 
     def call(position, tensor):
         arguments = [*tensors, 2, 1, True, 0.0, *outs]
         arguments[position] = tensor
-        torch.ops._dspark_C.admit_drafts(*arguments)
+        return torch.ops._dspark_C.admit_drafts(*arguments)
 
-    call(4, 2)  # premise: as they are, the arguments fit
-    for position, wrong in (
-        (0, tensors[0].double()),
-        (0, tensors[0].flatten()),
-        (0, torch.zeros(4, 17, device=DEVICE)),
-        (1, tensors[1].float()),
-        (2, tensors[2][:3]),
-        (3, tensors[3].long()),
-        (8, outs[0][:3]),
-        (9, outs[1][:4]),
-        (10, outs[2][:4]),
+    sizes, types = 1, 2
+    for position, wrong, status in (
+        (0, tensors[0].double(), types),
+        (0, tensors[0].flatten(), sizes),
+        (0, torch.zeros(4, 17, device=DEVICE), sizes),
+        (1, tensors[1].float(), types),
+        (2, tensors[2][:3], sizes),
+        (3, tensors[3].long(), types),
+        (8, outs[0][:3], sizes),
+        (9, outs[1][:4], sizes),
+        (9, outs[1].long(), types),
+        (10, outs[2][:4], sizes),
     ):
-        with pytest.raises(RuntimeError, match="do not fit|expected scalar type"):
-            call(position, wrong)
+        assert call(position, wrong) == status
+    assert all((out == -7).all() for out in outs)
+    assert call(4, 2) == 0, "premise: as they are, the arguments fit"
+    assert outs[0].tolist()[:4] == [1, 1, 0, 0]
+
+
+def test_a_failure_of_the_operator_is_an_error_in_words(native_operators, monkeypatch):
+    operator = SimpleNamespace(default=lambda *args: 4)
+    operators = SimpleNamespace(admit_drafts=operator)
+    monkeypatch.setattr(torch.ops, "_dspark_C", operators)
+    with pytest.raises(RuntimeError, match="could not be launched"):
+        run(admit_drafts_native, make_admission_inputs(4, 2), 3)
+
+
+def test_the_library_throws_nothing():
+    """Its exceptions would end the process where it holds a C++ library of its own."""
+    source = (REPOSITORY / "csrc" / "bindings.cpp").read_text()
+    assert not re.search(r"\bthrow\b|_CHECK\(|data_ptr<", source)
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm, to read symbols")
@@ -194,7 +211,6 @@ def test_the_sources_use_only_what_the_oldest_torch_declares():
         "AOTI_TORCH_SUCCESS",
         "STABLE_TORCH_LIBRARY",
         "STABLE_TORCH_LIBRARY_IMPL",
-        "STD_TORCH_CHECK",
         "TORCH_BOX",
         "aoti_torch_get_current_cuda_stream",
     }

@@ -27,6 +27,13 @@ from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import check_admissio
 logger = init_logger(__name__)
 
 LIBRARY_NAME = "_dspark_C.abi3.so"
+# What the operator returns instead of 0; it throws nothing (csrc/bindings.cpp).
+_FAILURES = {
+    1: "the sizes of its tensors do not fit each other",
+    2: "a tensor has another dtype",
+    3: "torch did not say which CUDA stream is current",
+    4: "the CUDA kernel could not be launched",
+}
 
 
 def pick_admission(admission_op: str, device: torch.device) -> AdmitDrafts:
@@ -134,13 +141,14 @@ def admit_drafts_native(
     Raises:
         TypeError: The budget is no integer.
         ValueError: A shape, dtype, device, layout or range is not as above.
+        RuntimeError: The kernel could not be launched.
     """
     inputs = (idx_mapping, scheduled_drafts, num_non_draft_tokens)
     outputs = (capacities_out, cu_num_logits_out, query_start_loc_out)
     draft_budget = check_admission(
         confidence_probs, inputs, outputs, draft_budget, num_bonus_tokens, min_survival
     )
-    torch.ops._dspark_C.admit_drafts.default(
+    status = torch.ops._dspark_C.admit_drafts.default(
         confidence_probs,
         *inputs,
         draft_budget,
@@ -149,3 +157,5 @@ def admit_drafts_native(
         min_survival,
         *outputs,
     )
+    if status:
+        raise RuntimeError(f"_dspark_C.admit_drafts: {_FAILURES[status]}")

@@ -34,7 +34,8 @@ class Share:
         seconds: Time, warm-up runs included.
         num_bytes: Its part, by number of graphs, of the GPU memory that was free
             before the capture and is not after. Graphs share a pool that the largest
-            ones fill, so what remains is the graphs themselves.
+            ones fill, so what remains is the graphs themselves. Negative where other
+            processes gave back more meanwhile: then nothing is known of it.
     """
 
     num_graphs: int = 0
@@ -49,8 +50,10 @@ class Share:
         )
 
     def __str__(self) -> str:
-        gib = self.num_bytes / (1 << 30)
-        return f"{self.num_graphs} graphs, {self.seconds:.1f} s, {gib:.2f} GiB"
+        memory = f"{self.num_bytes / (1 << 30):.2f} GiB"
+        if self.num_bytes < 0:
+            memory = "memory unknown"
+        return f"{self.num_graphs} graphs, {self.seconds:.1f} s, {memory}"
 
 
 class CaptureMeter:
@@ -74,8 +77,7 @@ class CaptureMeter:
         if self._open is None:
             return
         self._close()
-        # Under the rehearsal other processes give memory back meanwhile.
-        used = max(self._free_before - _free_bytes(), 0)
+        used = self._free_before - _free_bytes()
         num_graphs = sum(share.num_graphs for share in self.shares.values())
         for share in self.shares.values():
             share.num_bytes = used * share.num_graphs // num_graphs

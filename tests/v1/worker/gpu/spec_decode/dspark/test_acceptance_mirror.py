@@ -122,6 +122,23 @@ def test_what_was_learned_outlasts_a_pause_and_what_is_in_flight_does_not():
     assert mirror._prior.confidence[0] < PRIOR_CONFIDENCE, "premise"
 
 
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_round_stands_for_the_steps_since_the_one_before_it_but_for_a_pause(paused):
+    weights = []
+    for num_skipped in (0, 5):
+        mirror = make_mirror()
+        for _ in range(num_skipped):
+            mirror.skip_step()
+        if paused:
+            mirror.restart()
+        publish(mirror, [0], [K])
+        publish(mirror, [0], [K])
+        mirror.land()
+        weights.append(mirror.prior[0])
+    # The more steps a round without acceptance stands for, the less is expected.
+    assert weights[1] == weights[0] if paused else weights[1] < weights[0]
+
+
 def test_publishing_again_and_again_without_landing_loses_no_round():
     mirror = make_mirror()
     for serial in range(1, 11):

@@ -122,4 +122,4 @@ class HostCopies(Generic[RoundT]):
         while self._in_flight:
             copy = self._in_flight.popleft()
             self._free.append((copy.buffer, copy.event))
-        self._landed = None
+        self._landed, self._num_steps = None, 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vllm
+from benchmarks.sweep import deepseek_v4_kernels as kernels
 from benchmarks.sweep import deepseek_v4_stand_ins as stand_ins
 from benchmarks.sweep.arms import Arm
 from benchmarks.sweep.checkpoints import DEEPSEEK_V4, LLM_ARGUMENTS, write_preset
@@ -45,7 +46,7 @@ def _pre(function, case, **kwargs):
 def test_pre_and_post_equal_the_torch_reference(case):
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
 
-    want, got = _pre(mhc_pre_torch, case), _pre(stand_ins.mhc_pre, case)
+    want, got = _pre(mhc_pre_torch, case), _pre(kernels.mhc_pre, case)
     for a, b in zip(want, got, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(b.float(), a.float(), atol=2e-2, rtol=1e-2)
@@ -53,36 +54,34 @@ def test_pre_and_post_equal_the_torch_reference(case):
     torch.testing.assert_close(got[0], want[0].float(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got[1], want[1].float(), atol=1e-5, rtol=1e-4)
     after = mhc_post_torch(case["x"], case["residual"], want[0], want[1])
-    ours = stand_ins.mhc_post(case["x"], case["residual"], got[0], got[1])
+    ours = kernels.mhc_post(case["x"], case["residual"], got[0], got[1])
     torch.testing.assert_close(ours.float(), after.float(), atol=3e-2, rtol=1e-2)
 
 
 def test_norm_broadcast_fusion_and_head_are_what_their_parts_make(case):
-    post, comb, out = _pre(stand_ins.mhc_pre, case)
-    normed = _pre(stand_ins.mhc_pre, case, norm_weight=case["weight"])[2].float()
+    post, comb, out = _pre(kernels.mhc_pre, case)
+    normed = _pre(kernels.mhc_pre, case, norm_weight=case["weight"])[2].float()
     rms = torch.rsqrt(out.float().square().mean(-1, keepdim=True) + 1e-6)
     want = out.float() * rms * case["weight"].float()
     torch.testing.assert_close(normed, want, atol=4e-2, rtol=2e-2)
 
     single = {**case, "residual": case["residual"][:, 0]}
     spread = single["residual"].unsqueeze(1).expand(-1, COPIES, -1).contiguous()
-    got = _pre(stand_ins.mhc_pre_broadcast, single)
+    got = _pre(kernels.mhc_pre_broadcast, single)
     assert torch.equal(got[0], spread)
     for a, b in zip(
-        got[1:], _pre(stand_ins.mhc_pre, {**case, "residual": spread}), strict=True
+        got[1:], _pre(kernels.mhc_pre, {**case, "residual": spread}), strict=True
     ):
         assert torch.equal(a, b)
 
     tail = (case["fn"], case["scale"], case["base"], *EPS)
-    fused = stand_ins.mhc_fused_post_pre(case["x"], case["residual"], post, comb, *tail)
-    after = stand_ins.mhc_post(case["x"], case["residual"], post, comb)
+    fused = kernels.mhc_fused_post_pre(case["x"], case["residual"], post, comb, *tail)
+    after = kernels.mhc_post(case["x"], case["residual"], post, comb)
     assert torch.equal(fused[0], after)
-    assert torch.equal(
-        fused[3], _pre(stand_ins.mhc_pre, {**case, "residual": after})[2]
-    )
+    assert torch.equal(fused[3], _pre(kernels.mhc_pre, {**case, "residual": after})[2])
 
     fn, base = case["fn"][:COPIES], case["base"][:COPIES]
-    head = stand_ins.hc_head(case["residual"], fn, case["scale"][:1], base, 1e-6, 1e-6)
+    head = kernels.hc_head(case["residual"], fn, case["scale"][:1], base, 1e-6, 1e-6)
     flat = case["residual"].flatten(1).float()
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
     share = torch.sigmoid(flat @ fn.t() * norm * case["scale"][0] + base) + 1e-6

@@ -9,9 +9,9 @@ from benchmarks.sweep import host_times
 from benchmarks.sweep.host_times import CAPACITY_PARTS, RUNNER_PARTS, HostTimes
 from vllm.v1.worker.gpu.dspark_capacity_model_runner import DSparkCapacityModelRunner
 from vllm.v1.worker.gpu.spec_decode.capacity import (
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 
 class Clock:

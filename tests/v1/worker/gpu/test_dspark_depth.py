@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.depth_logs import DRAFT_MANAGER, TARGET_MANAGER, graphs, settled
 from tests.helpers.engine import EngineResult, EngineSpec, dspark, run_engines
 from tests.helpers.engine_depth import PIN_LENGTH
 
@@ -14,8 +15,6 @@ TIMEOUT_S = 1500
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(TIMEOUT_S)]
 
 DEPTH = "tests.helpers.engine_depth:"
-TARGET_MANAGER = "CapacityCudaGraphManager"
-DRAFT_MANAGER = "DepthCudaGraphManager"
 HELDOUT = Path(__file__).parents[3] / "fixtures" / "tiny-dspark" / "heldout.jsonl"
 
 FLAT_CURVE = [[1, 100.0], [512, 100.0]]
@@ -24,8 +23,6 @@ ENVIRONMENT = {
     "VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1",
     "VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH": "0",
 }
-# Drafts made before a pin are verified up to two steps after it.
-IN_FLIGHT_STEPS = 3
 PIN_TOKENS = 24
 DIP_TOKENS = 100
 FUZZ_PROMPTS = 24
@@ -121,20 +118,6 @@ def runs(tiny_target, tiny_draft) -> dict[str, EngineResult]:
     return dict(zip(arms, results, strict=True))
 
 
-def _settled(log: list[dict], depth: int) -> list[dict]:
-    """Return a pin's decode-only steps whose drafts in hand were made under it."""
-    steps = [record for record in log if record["reported"] == depth]
-    return [
-        record
-        for record in steps[IN_FLIGHT_STEPS:]
-        if not record["prefilling"] and not record["skips"]
-    ]
-
-
-def _graphs(steps: list[dict], manager: str) -> list[list]:
-    return [row for record in steps for row in record["graphs"] if row[0] == manager]
-
-
 @pytest.mark.parametrize(
     ("num_speculative_tokens", "depth"),
     [(7, depth) for depth in range(8)] + [(5, depth) for depth in range(6)],
@@ -143,13 +126,13 @@ def test_every_pinned_depth_gives_the_greedy_output(
     runs, num_speculative_tokens, depth
 ):
     run, plain = runs[f"pin{num_speculative_tokens}"], runs["plain"]
-    steps = _settled(run.probes[0], depth)
+    steps = settled(run.probes[0], depth)
     assert len(steps) >= 3, "premise: the pin was served"
     assert {record["depth"] for record in steps} == {depth}
-    widths = {width for _, _, width in _graphs(steps, TARGET_MANAGER)}
+    widths = {width for _, _, width in graphs(steps, TARGET_MANAGER)}
     assert widths == {depth + 1}, "premise: the target ran graphs of this depth"
     if depth > 0:
-        drafted = _graphs(steps, DRAFT_MANAGER)
+        drafted = graphs(steps, DRAFT_MANAGER)
         assert len(drafted) == len(steps), "premise: each step replays a draft graph"
         assert {width for _, _, width in drafted} == {depth}
 
@@ -159,7 +142,7 @@ def test_every_pinned_depth_gives_the_greedy_output(
 
 
 def test_pinned_runs_verify_exactly_the_drafts_of_their_depth(runs):
-    for record in _settled(runs["pin7"].probes[0], 3):
+    for record in settled(runs["pin7"].probes[0], 3):
         assert set(record["scheduled"]) <= {0, 1, 2, 3}, "cut at max_tokens only"
         assert all(len(drafts) == 3 for _, _, drafts in record["drafts"])
 

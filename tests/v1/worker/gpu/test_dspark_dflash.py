@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.depth_logs import DRAFT_MANAGER, TARGET_MANAGER, graphs, settled
 from tests.helpers.dflash_draft import write_dflash_draft
 from tests.helpers.engine import EngineResult, EngineSpec, run_engines
 from tests.helpers.engine_depth import PIN_LENGTH
@@ -17,8 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(TIMEOUT_S)]
 
 DEPTH = "tests.helpers.engine_depth:"
 DFLASH = "tests.helpers.engine_dflash:"
-TARGET_MANAGER = "CapacityCudaGraphManager"
-DRAFT_MANAGER = "DepthCudaGraphManager"
 HELDOUT = Path(__file__).parents[3] / "fixtures" / "tiny-dspark" / "heldout.jsonl"
 
 K = 7
@@ -29,8 +28,6 @@ ENVIRONMENT = {
     "VLLM_DSPARK_PROFILE_SIZES": "1",
     "VLLM_DSPARK_PROFILE_REPEATS": "1",
 }
-# Drafts made before a pin are verified up to two steps after it.
-IN_FLIGHT_STEPS = 3
 PIN_TOKENS = 24
 DIP_TOKENS = 60
 FUZZ_PROMPTS = 8
@@ -133,20 +130,6 @@ def _log(run: EngineResult) -> list[dict]:
     return run.probes[0]["log"]
 
 
-def _settled(log: list[dict], depth: int) -> list[dict]:
-    """Return a pin's decode-only steps whose drafts in hand were made under it."""
-    steps = [record for record in log if record["reported"] == depth]
-    return [
-        record
-        for record in steps[IN_FLIGHT_STEPS:]
-        if not record["prefilling"] and not record["skips"]
-    ]
-
-
-def _graphs(steps: list[dict], manager: str) -> list[list]:
-    return [row for record in steps for row in record["graphs"] if row[0] == manager]
-
-
 def test_a_dflash_engine_chooses_depths_and_has_nothing_to_trim_with(runs):
     for name, run in runs.items():
         if name != "plain":
@@ -160,13 +143,13 @@ def test_a_dflash_engine_chooses_depths_and_has_nothing_to_trim_with(runs):
 @pytest.mark.parametrize("depth", range(K + 1))
 def test_every_pinned_depth_gives_the_greedy_output(runs, depth):
     run, plain = runs["pin"], runs["plain"]
-    steps = _settled(_log(run), depth)
+    steps = settled(_log(run), depth)
     assert len(steps) >= 3, "premise: the pin was served"
     assert {record["depth"] for record in steps} == {depth}
-    widths = {width for _, _, width in _graphs(steps, TARGET_MANAGER)}
+    widths = {width for _, _, width in graphs(steps, TARGET_MANAGER)}
     assert widths == {depth + 1}, "premise: the target ran graphs of this depth"
     if depth > 0:
-        drafted = _graphs(steps, DRAFT_MANAGER)
+        drafted = graphs(steps, DRAFT_MANAGER)
         assert len(drafted) == len(steps), "premise: each step replays a draft graph"
         # The last token, known already, and one row per draft.
         assert {width for _, _, width in drafted} == {1 + depth}
@@ -182,7 +165,7 @@ def _drafts_by_place(log: list[dict], depth: int) -> dict[tuple[int, int], list[
     """Map (prompt, tokens so far) to the drafts that a pinned run made there."""
     return {
         (int(request.split("-")[0]) % PIN_LENGTH, length): drafts
-        for record in _settled(log, depth)
+        for record in settled(log, depth)
         for request, length, drafts in record["drafts"]
     }
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.helpers.depth_logs import DRAFT_MANAGER, TARGET_MANAGER, graphs, settled
 from tests.helpers.engine import EngineResult, EngineSpec, dspark, run_engines
 from tests.helpers.engine_depth import PIN_LENGTH
 from tests.helpers.gemma4_models import BLOCK_SIZE, write_gemma4_pair
@@ -17,8 +18,6 @@ DEPTH = "tests.helpers.engine_depth:"
 GEMMA4 = "tests.helpers.engine_gemma4:"
 SPIES = "tests.helpers.capacity_spies:"
 SPEC = "vllm:spec_decode_num_"
-TARGET_MANAGER = "CapacityCudaGraphManager"
-DRAFT_MANAGER = "DepthCudaGraphManager"
 
 K = BLOCK_SIZE
 FLAT_CURVE = [[1, 100.0], [512, 100.0]]
@@ -27,8 +26,6 @@ ENVIRONMENT = {
     "VLLM_DSPARK_CAPACITY_ACTIVATION_BATCH_SIZE": "1",
     "VLLM_DSPARK_DYNAMIC_DRAFT_MIN_DEPTH": "0",
 }
-# Drafts made before a pin are verified up to two steps after it.
-IN_FLIGHT_STEPS = 3
 NUM_PROMPTS = 6
 NUM_TOKENS = 34
 PIN_TOKENS = 16
@@ -136,20 +133,6 @@ def _log(run: EngineResult) -> list[dict]:
     return run.probes[0]["log"]
 
 
-def _settled(log: list[dict], depth: int) -> list[dict]:
-    """Return a pin's decode-only steps whose drafts in hand were made under it."""
-    steps = [record for record in log if record["reported"] == depth]
-    return [
-        record
-        for record in steps[IN_FLIGHT_STEPS:]
-        if not record["prefilling"] and not record["skips"]
-    ]
-
-
-def _graphs(steps: list[dict], manager: str) -> list[list]:
-    return [row for record in steps for row in record["graphs"] if row[0] == manager]
-
-
 def _is_greedy(run: EngineResult, plain: EngineResult, period: int = 1000) -> bool:
     """Whether every output is the beginning of the one without speculation.
 
@@ -187,13 +170,13 @@ def test_a_gemma4_draft_with_both_heads_serves(runs, arm):
 @pytest.mark.parametrize("depth", range(K + 1))
 def test_every_pinned_depth_gives_the_greedy_output(runs, depth):
     run, plain = runs["pin"], runs["plain"]
-    steps = _settled(_log(run), depth)
+    steps = settled(_log(run), depth)
     assert len(steps) >= 3, "premise: the pin was served"
     assert {record["depth"] for record in steps} == {depth}
-    widths = {width for _, _, width in _graphs(steps, TARGET_MANAGER)}
+    widths = {width for _, _, width in graphs(steps, TARGET_MANAGER)}
     assert widths == {depth + 1}, "premise: the target ran graphs of this depth"
     if depth > 0:
-        drafted = _graphs(steps, DRAFT_MANAGER)
+        drafted = graphs(steps, DRAFT_MANAGER)
         assert len(drafted) == len(steps), "premise: each step replays a draft graph"
         assert {width for _, _, width in drafted} == {depth}
         rows = [record["draft_rows"] for record in steps]
@@ -260,7 +243,7 @@ def test_trimming_by_the_confidence_head_gives_the_greedy_output(runs):
     budgets = {record["budget"] for record in trimmed}
     assert len(budgets) > 3, "premise: budgets follow the confidences"
     assert all(r["budget"] < sum(r["scheduled"]) for r in trimmed)
-    widths = {width for _, _, width in _graphs(trimmed, TARGET_MANAGER)}
+    widths = {width for _, _, width in graphs(trimmed, TARGET_MANAGER)}
     assert widths == {None}, "premise: trimmed steps ran varlen graphs"
     assert _is_greedy(run, runs["plain"])
 

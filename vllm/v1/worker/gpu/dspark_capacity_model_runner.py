@@ -30,7 +30,6 @@ from vllm.v1.worker.gpu.dspark_capture_meter import describe_capture
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.capacity import (
     CapacityManager,
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.capacity_factory import create_fixed_shape_manager
@@ -43,6 +42,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import FIXED, StepPlan
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import JudgedDrafts
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,10 +21,10 @@ from tests.helpers.capacity_cases import (
 )
 from vllm.v1.worker.gpu.spec_decode import capacity as module
 from vllm.v1.worker.gpu.spec_decode.capacity import (
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 HALF = {"dspark_budget_frac": 0.5}
 NONE = {"dspark_budget_frac": 0.0}

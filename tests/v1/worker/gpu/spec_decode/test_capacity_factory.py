@@ -17,7 +17,6 @@ from tests.helpers.capacity_cases import (
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification, capacity
 from vllm.v1.worker.gpu.spec_decode import capacity_factory as module
 from vllm.v1.worker.gpu.spec_decode.capacity import (
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.capacity_factory import (
@@ -25,6 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.capacity_factory import (
     wrap_manager_factory,
 )
 from vllm.v1.worker.gpu.spec_decode.depth_capacity import DepthCapacityManager
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 UPSTREAM = object()
 

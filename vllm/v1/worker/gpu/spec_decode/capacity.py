@@ -2,7 +2,7 @@
 """Capacity managers: how many drafts of each request the target verifies.
 
 ``VarlenCapacityManager`` compacts the batch to the admitted drafts;
-``MaskCapacityManager`` keeps the fixed shape and rejects the others. Both share
+``mask_capacity.py`` keeps the fixed shape and rejects the others. Both share
 the gate, the confidences and the budget.
 
 Why trimming stays lossless. Rejection sampling is exact if whether draft k of a
@@ -401,51 +401,3 @@ class VarlenCapacityManager(CapacityManager):
             self._plan.draft_budget,
         )
         return (*result, None) if self._reports_admitted_counts else result
-
-
-class MaskCapacityManager(CapacityManager):
-    """Fixed-shape verification: drafts beyond the capacity are rejected unjudged.
-
-    Saves no target work; it is the way out where an attention backend cannot
-    replay graphs of uneven query lengths, and it keeps threshold semantics. Measured
-    costs (``auto``) therefore say that a budget saves nothing: only the depth follows
-    the load.
-    """
-
-    def __init__(
-        self,
-        config: DSparkCapacityConfig,
-        env: DSparkCapacityEnv,
-        *,
-        req_states: "RequestState",
-        **kwargs: Any,
-    ):
-        super().__init__(config, env, req_states=req_states, **kwargs)
-        max_reqs, device = req_states.max_num_reqs, req_states.device
-        self._cu_num_logits = torch.zeros(
-            max_reqs + 1, dtype=torch.int32, device=device
-        )
-        self._query_start_loc = torch.zeros_like(self._cu_num_logits)
-        self._capacity_of_slot = torch.zeros(max_reqs, dtype=torch.int32, device=device)
-
-    def invalid_drafts(self, input_batch: "InputBatch") -> torch.Tensor | None:
-        """Mark the logits rows of drafts that capacity rejects.
-
-        The rejection sampler resamples at the first of them from the plain target
-        distribution, exactly as if the draft had not been made.
-
-        Args:
-            input_batch: The batch being verified, fixed shape.
-
-        Returns:
-            Shape [L], bool, device; None when the step trims nothing.
-        """
-        if not self._plan.trims:
-            return None
-        capacities = self.admit(
-            input_batch.idx_mapping, self._cu_num_logits, self._query_start_loc
-        )
-        self._capacity_of_slot[input_batch.idx_mapping] = capacities
-        # Draft i of a request sits at local position i + 1.
-        row_capacity = self._capacity_of_slot[input_batch.expanded_idx_mapping]
-        return input_batch.expanded_local_pos > row_capacity

@@ -12,10 +12,10 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.capacity import (
     CapacityManager,
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.depth_capacity import DepthCapacityManager
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.dspark_capacity_model_runner import (

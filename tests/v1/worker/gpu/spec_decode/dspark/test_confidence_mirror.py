@@ -151,24 +151,22 @@ def test_a_gap_needs_no_more_buffers_than_there_are():
     np.testing.assert_allclose(seen(mirror)[0], np.cumprod([1.0] * K))
 
 
-def test_copy_that_lands_after_its_slot_was_given_away_is_dropped():
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda mirror: mirror.reset_slot(1, publishing=True),
+        # The same slots are published again at once.
+        lambda mirror: mirror.drop_slots([1]),
+    ],
+    ids=["slot was given away", "request ended"],
+)
+def test_copy_that_lands_too_late_is_dropped(leave):
     mirror = make_mirror()
     publish(mirror, 0.5)
-    mirror.reset_slot(1, publishing=True)
+    leave(mirror)
     publish(mirror, 0.25)
     mirror.land()
     # The new owner has one round, which is in hand; the round before is not its own.
-    np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
-    np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
-
-
-def test_copy_that_lands_after_its_request_ended_is_dropped():
-    """Also if the same slots are published again at once."""
-    mirror = make_mirror()
-    publish(mirror, 0.5)
-    mirror.drop_slots([1])
-    publish(mirror, 0.25)
-    mirror.land()
     np.testing.assert_allclose(seen(mirror)[1], START_PRIOR, rtol=1e-6)
     np.testing.assert_allclose(seen(mirror)[0], [0.5, 0.25, 0.125])
 

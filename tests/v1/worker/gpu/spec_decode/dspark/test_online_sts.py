@@ -15,7 +15,6 @@ from vllm.config.dspark_values import DSparkCapacityConfigError
 from vllm.platforms.dspark_rehearsal.graphs import RehearsalEvent
 from vllm.v1.worker.gpu.dspark_capacity_model_runner import DSparkCapacityModelRunner
 from vllm.v1.worker.gpu.spec_decode.capacity import (
-    MaskCapacityManager,
     VarlenCapacityManager,
 )
 from vllm.v1.worker.gpu.spec_decode.dspark import online_sts as module
@@ -28,6 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import (
 )
 from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import FIXED, StepPlan
 from vllm.v1.worker.gpu.spec_decode.dspark.sts_reference import JudgedDrafts
+from vllm.v1.worker.gpu.spec_decode.mask_capacity import MaskCapacityManager
 
 S, K = 40, 4
 START = ConfidenceCalibration.uniform(K, 2.0)

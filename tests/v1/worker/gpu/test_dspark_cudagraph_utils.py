@@ -13,7 +13,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-from vllm.v1.worker.gpu.dspark_cudagraph_utils import CapacityCudaGraphManager, ladder
+from vllm.v1.worker.gpu.dspark_cudagraph_utils import (
+    FLAT_NUM_TOKENS,
+    TILE_NUM_TOKENS,
+    CapacityCudaGraphManager,
+    ladder,
+    thinned,
+)
 
 NO_DEADLINE = settings(deadline=None, max_examples=60)
 K = 7
@@ -205,14 +211,46 @@ def test_no_capture_sizes_mean_no_graphs():
     assert manager.dispatch(1, 8, 8, 0, 8).cg_mode == CUDAGraphMode.NONE
 
 
-@settings(deadline=None)
-@given(st.integers(1, 3000))
-def test_ladder_rises_to_its_end_by_at_most_a_sixteenth(max_value):
-    sizes = ladder(max_value)
+@NO_DEADLINE
+@given(st.integers(1, 3000), st.integers(1, 17), st.sampled_from([8, 16]))
+def test_ladder_rises_to_its_end_in_steps_that_pad_little(max_value, width, parts):
+    sizes = ladder(max_value, width, parts=parts)
     assert sizes[0] == 1 and sizes[-1] == max_value
     for small, large in zip(sizes, sizes[1:], strict=False):
-        assert small < large <= max(small + 1, small * 17 / 16)
+        assert small < large
+        in_flat = small * width < FLAT_NUM_TOKENS and large <= 2 * small
+        in_tile = (large - small) * width <= max(TILE_NUM_TOKENS, width)
+        assert in_flat or in_tile or large <= small * (1 + 1 / parts)
 
 
-def test_ladder_is_short():
-    assert len(ladder(1024)) < 120
+def test_ladder_is_sparse_only_where_the_batch_is_small():
+    assert ladder(256, 2) == [1, 2, 4, 8, 16, *range(32, 257, 8)]
+    assert ladder(40, 6) == [1, 2, 4, 8, *range(16, 41, 2)]
+    assert ladder(20, 64) == list(range(1, 17)) + [17, 18, 19, 20]
+    assert ladder(0, 4) == []
+
+
+def test_each_narrow_depth_costs_few_graphs():
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
+    manager = ours(max_num_reqs=256, sizes=sizes, depths=[1, 2, 3, 5, K])
+    num_graphs = {d: len(manager.uniform_num_reqs(d)) for d in (1, 2, 3, 5)}
+    assert max(num_graphs.values()) <= 52
+    assert len(manager.varlen_num_tokens()) <= 64
+
+
+@NO_DEADLINE
+@given(st.sets(st.integers(1, 600), min_size=1))
+def test_thinned_sizes_are_some_of_the_given_ones_and_pad_little_more(sizes):
+    given_sizes = sorted(sizes)
+    kept = thinned(given_sizes)
+    assert set(kept) <= sizes and kept[-1] == given_sizes[-1]
+    for size in given_sizes:
+        padding = min(k for k in kept if k >= size) - size
+        flat = size < FLAT_NUM_TOKENS and padding < size
+        assert flat or padding < max(TILE_NUM_TOKENS, size / 16)
+
+
+def test_thinned_default_sizes():
+    upstream = [1, 2, 4, *range(8, 256, 8), *range(256, 1025, 16)]
+    most = [1, 2, 4, 8, 16, 32, *range(64, 257, 16), *range(272, 512, 16)]
+    assert thinned(upstream) == [*most, *range(512, 1025, 32)]

@@ -18,32 +18,67 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
 
-Candidates = dict[tuple[int, int], list[BatchExecutionDescriptor]]
-CaptureDescs = dict[CUDAGraphMode, list[BatchExecutionDescriptor]]
+Descs = list[BatchExecutionDescriptor]
+Candidates = dict[tuple[int, int], Descs]
+CaptureDescs = dict[CUDAGraphMode, Descs]
 
 
-def ladder(max_value: int) -> list[int]:
-    """Return batch sizes whose neighbours differ by at most a sixteenth.
+# Below these tokens a step streams the model's weights: it takes as long whatever the
+# batch, so sizes may double. Above, kernels work in tiles of this many rows.
+FLAT_NUM_TOKENS = 64
+TILE_NUM_TOKENS = 16
+
+
+def _step(size: int, width: int = 1, parts: int = 16) -> int:
+    """Return how far the next size to capture may be from one of ``size`` units."""
+    if size * width < FLAT_NUM_TOKENS:
+        return size
+    tile = 1 << max((TILE_NUM_TOKENS // width).bit_length() - 1, 0)
+    return max(tile, (1 << (size.bit_length() - 1)) // parts)
+
+
+def ladder(max_value: int, width: int = 1, *, parts: int = 16) -> list[int]:
+    """Return batch sizes to capture, few where a batch's size hardly costs.
 
     Args:
         max_value: Largest size, included.
+        width: Tokens of one unit of the size (a request, a token), >= 1.
+        parts: Steps between a power of two and the next.
 
     Returns:
-        Ascending sizes: every one up to 16, then in steps of a sixteenth of the
-        power of two below. Padding to the next costs about 3 % on average.
+        Ascending sizes: powers of two until a batch has ``FLAT_NUM_TOKENS``, then in
+        steps of the power of two below divided by ``parts``, but of about
+        ``TILE_NUM_TOKENS`` at least. Padding to the next is then at most one of
+        ``parts``, half of that on average, or within a tile.
     """
     sizes, size = [], 1
     while size < max_value:
         sizes.append(size)
-        size += max(1, 1 << (size.bit_length() - 5)) if size >= 16 else 1
-    return [*sizes, max_value]
+        size += _step(size, width, parts)
+    return [*sizes, max_value] if max_value > 0 else []
+
+
+def thinned(sizes: list[int]) -> list[int]:
+    """Drop the token counts whose next kept one is within a step of the ladder.
+
+    Args:
+        sizes: Token counts.
+
+    Returns:
+        Some of them, ascending, with the largest.
+    """
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        if not kept or kept[-1] - size >= _step(size):
+            kept.append(size)
+    return kept[::-1]
 
 
 class CapacityCudaGraphManager(ModelCudaGraphManager, MeteredCapture):
     """Captures uniform and varlen decode graphs; uniform ones win a tie.
 
     Uniform graphs exist for every enabled draft depth: the K-wide ones at the sizes
-    of a fixed-K engine, narrower ones at the sizes of ``ladder``.
+    of a fixed-K engine, narrower and varlen ones at those that the ladder asks for.
 
     Lifecycle: built once per KV cache initialisation; captured at start-up;
     per step: dispatch, replay.
@@ -61,6 +96,7 @@ class CapacityCudaGraphManager(ModelCudaGraphManager, MeteredCapture):
             depth: depth + self.decode_query_len - num_steps
             for depth in config.resolve_depths(num_steps)
         }
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
         varlen = self.varlen_decode
         # `varlen_decode` is an exclusive switch upstream, so the candidates are
         # built once with it off (the fixed-K set, then each narrower width) and
@@ -70,36 +106,38 @@ class CapacityCudaGraphManager(ModelCudaGraphManager, MeteredCapture):
         parts = [(self._candidates, self._capture_descs)]
         for query_len in self.uniform_query_lens.values():
             if query_len != self.decode_query_len:
-                parts.append(self._narrow_candidates(query_len))
+                most = min(self.max_num_reqs, max(sizes, default=0) // query_len)
+                num_tokens = [n * query_len for n in ladder(most, query_len)]
+                parts.append(self._decode_candidates(query_len, num_tokens))
         if varlen:
             self.varlen_decode = True
-            self._candidates, self._capture_descs = {}, {}
-            super()._init_candidates()
-            parts.append((self._candidates, self._capture_descs))
+            parts.append(self._decode_candidates(self.decode_query_len, thinned(sizes)))
         self._merge_parts(parts)
 
-    def _narrow_candidates(self, query_len: int) -> tuple[Candidates, CaptureDescs]:
-        """Build the uniform candidates of one width below K + 1."""
+    def _decode_candidates(
+        self, query_len: int, num_tokens: list[int]
+    ) -> tuple[Candidates, CaptureDescs]:
+        """Build the decode candidates of one width at sizes of its own."""
         config, full_len = self.compilation_config, self.decode_query_len
         sizes = config.cudagraph_capture_sizes
-        limit = max(sizes, default=0) // query_len
         self._candidates, self._capture_descs = {}, {}
         self.decode_query_len = query_len
-        config.cudagraph_capture_sizes = [
-            n * query_len for n in ladder(min(self.max_num_reqs, limit)) if n > 0
-        ]
+        config.cudagraph_capture_sizes = num_tokens
         try:
             super()._init_candidates()
         finally:
             self.decode_query_len = full_len
             config.cudagraph_capture_sizes = sizes
-        # Graphs of mixed batches do not depend on the width.
+
+        def for_decodes(
+            descs: list[BatchExecutionDescriptor],
+        ) -> list[BatchExecutionDescriptor]:
+            # Graphs of mixed batches do not depend on the width: fixed K's serve.
+            return [d for d in descs if d.uniform_token_count or d.max_query_len]
+
         full = CUDAGraphMode.FULL
-        candidates = {
-            key: [d for d in descs if d.cg_mode == full]
-            for key, descs in self._candidates.items()
-        }
-        return candidates, {full: self._capture_descs.get(full, [])}
+        candidates = {n: for_decodes(found) for n, found in self._candidates.items()}
+        return candidates, {full: for_decodes(self._capture_descs.get(full, []))}
 
     def _merge_parts(self, parts: list[tuple[Candidates, CaptureDescs]]) -> None:
         self._candidates, self._capture_descs = {}, {}

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.async_utils import StepTimingSample
     from vllm.v1.worker.gpu.dspark_cudagraph_utils import CapacityCudaGraphManager
 
-# Sizes timed per depth, and varlen sizes: with linear interpolation between them
-# the tables are within a per cent of timing every captured size.
-NUM_UNIFORM_POINTS = 20
-NUM_VARLEN_POINTS = 36
+# Sizes timed per depth, and varlen sizes, of the captured ones (about 50 and 60): the
+# others are read off the line between their neighbours.
+NUM_UNIFORM_POINTS = 16
+NUM_VARLEN_POINTS = 28
 # Attention is linear in the context and nearly so in the requests.
 NUM_CONTEXT_POINTS = 4
 # Contexts of the dummy requests, tokens. The long one is bounded by the model and the

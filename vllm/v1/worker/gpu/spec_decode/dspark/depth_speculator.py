@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     CreateForwardFn,
 )
 from vllm.v1.worker.gpu.dspark_capture_meter import MeteredCapture
+from vllm.v1.worker.gpu.dspark_cudagraph_utils import ladder
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.online_sts import calibration_tensor
@@ -119,14 +120,12 @@ class DepthCudaGraphManager(DFlashCudaGraphManager, _CaptureAtDepth):
         }
 
     def _sizes_of(self, query_len: int, sizes: list[int] | None) -> list[int]:
-        """Add the largest batch of one width to the token counts to capture.
+        """Return the token counts to capture at one width below K's.
 
-        Upstream rounds each count up to whole requests and drops what then exceeds
-        max_num_seqs, so without it the fullest batches may have no graph.
+        Half as dense as the target's: a drafter's step is a fraction of a step.
         """
-        most = max(sizes or (), default=0) // query_len
-        largest = min(self.max_num_reqs, most) * query_len
-        return sorted({*(sizes or ()), largest} - {0})
+        most = min(self.max_num_reqs, max(sizes or (), default=0) // query_len)
+        return [n * query_len for n in ladder(most, query_len, parts=8)]
 
 
 def _draft_depths(vllm_config: VllmConfig) -> tuple[int, ...]:

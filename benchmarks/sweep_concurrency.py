@@ -8,6 +8,9 @@
     ... --step-change 4,256,4          recovery after a change of load
     ... --churn 256 --seconds 600      random load, bursts, aborts; memory growth
 
+--concurrency (with or without --steady), --arrival-rate, --step-change and --churn
+combine: they follow each other on the same engines.
+
 Every arm is an engine in a process of its own; all live on the GPU at once, and the
 loads alternate between them, so that drift of the machine hits all arms alike. Arms
 that profile their costs start last, when the others are idle. The first repetition
@@ -40,6 +43,7 @@ from benchmarks.acceptance.world import (  # noqa: E402
 )
 from benchmarks.arguments import (  # noqa: E402
     list_of,
+    natural,
     number,
     output_file,
     positive_int,
@@ -73,6 +77,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, arms: str) -> None:
     add = parser.add_argument
     add("--arms", type=list_of(str), default=arms.split(","))
     add("--preset", choices=sorted(checkpoints.PRESETS), default="tiny-dims")
+    layers = "target layers of a preset; 0 for its own"
+    add("--num-layers", type=natural, default=0, help=layers)
     add("--target", help="target checkpoint instead of a preset")
     add("--draft", help="draft checkpoint instead of a preset")
     add("--method", choices=("dspark", "dflash"), default="dspark")
@@ -144,6 +150,12 @@ def check_engine_arguments(
     deepest = max(
         arm.num_speculative_tokens(args.full_depth) for arm in args.parsed_arms
     )
+    if args.target is not None and args.num_layers:
+        parser.error("--num-layers is for presets; --target has its own")
+    try:
+        checkpoints.check_num_layers(args.preset, args.num_layers)
+    except ValueError as e:
+        parser.error(f"--num-layers: {e}")
     if args.acceptance == "real":
         return
     if len(args.rates) < deepest:
@@ -274,7 +286,9 @@ def running_arms(args: argparse.Namespace, root: Path) -> Iterator[list[ArmProce
     """Start every arm's engine: those that profile last, when the rest is idle."""
     target, draft = args.target, args.draft
     if target is None:
-        target, draft = checkpoints.write_preset(root, args.preset, args.full_depth)
+        target, draft = checkpoints.write_preset(
+            root, args.preset, args.full_depth, args.num_layers
+        )
     arms: dict[str, ArmProcess] = {}
 
     def start(arm: Arm) -> None:
@@ -362,8 +376,9 @@ def _records(
         later = values[1:] or values
         yield Record(BENCH, case, arm, metric, unit, later, args.seed)
     kept = ("num", "mean", "step", "survival", "host")
-    steps = {k: v for k, v in found[-1].items() if k.startswith(kept)}
-    yield Record(f"{BENCH}.steps", {**case, **steps}, arm, "steps", "1", [0.0])
+    for labels, figures in ({**case, "part": "first"}, found[0]), (case, found[-1]):
+        steps = {k: v for k, v in figures.items() if k.startswith(kept)}
+        yield Record(f"{BENCH}.steps", {**labels, **steps}, arm, "steps", "1", [0.0])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -384,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
             title="first repetition" if part else "later repetitions",
         )
     for record in records:
-        if record.bench.endswith(".steps") and record.case["num_steps"]:
+        if record.bench == f"{BENCH}.steps" and "part" not in record.case:
             print(record.arm, record.case)
     return 0
 

@@ -79,7 +79,9 @@ def load_served_steps(path: Path) -> list[ServedStep]:
     found = [
         ServedStep(r["case"]["concurrency"], round(float(width)), float(ms))
         for r in _records(path)
-        if r.get("bench") == f"{SWEEP_BENCH}.steps" and "concurrency" in r["case"]
+        if r.get("bench") == f"{SWEEP_BENCH}.steps"
+        and "concurrency" in r["case"]
+        and "part" not in r["case"]
         for width, ms in (r["case"].get("step_ms") or {}).items()
         if float(width).is_integer()
     ]
@@ -113,7 +115,9 @@ def load_start_ms(path: Path) -> float:
         case = record.get("case", {})
         step_ms = list((case.get("step_ms") or {}).values())
         rate = last_rate.get((case.get("concurrency", SMALL_LOAD + 1), record["arm"]))
-        if rate is None or len(step_ms) != 1 or "num_tokens" not in case:
+        if rate is None or "part" in case:
+            continue
+        if len(step_ms) != 1 or "num_tokens" not in case:
             continue
         if case["concurrency"] <= SMALL_LOAD:
             seconds = case["num_tokens"] / rate

@@ -9,7 +9,7 @@ draft is part of the target's checkpoint.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ QWEN3 = {
 
 DEEPSEEK_V4 = "deepseek-v4-reduced"
 PRESETS = (*QWEN3, DEEPSEEK_V4)
+_DEEPSEEK_V4_DRAFT_READS = (0, 1, 3)
 # What engines of a preset need besides the arguments of every sweep.
 LLM_ARGUMENTS: dict[str, dict[str, Any]] = {
     DEEPSEEK_V4: {
@@ -69,22 +70,46 @@ LLM_ARGUMENTS: dict[str, dict[str, Any]] = {
 ENVIRON: dict[str, dict[str, str]] = {DEEPSEEK_V4: {"VLLM_DEEP_GEMM_WARMUP": "skip"}}
 
 
-def write_preset(root: Path, preset: str, block_size: int) -> tuple[str, str | None]:
+def check_num_layers(preset: str, num_layers: int) -> None:
+    """Check the number of target layers that a preset is asked for.
+
+    Raises:
+        ValueError: The draft reads a layer that the target would not have.
+    """
+    least = 1 + max(
+        _DEEPSEEK_V4_DRAFT_READS
+        if preset == DEEPSEEK_V4
+        else QWEN3[preset].target_layer_ids
+    )
+    if 0 < num_layers < least:
+        raise ValueError(f"{num_layers} layers: the draft of {preset} reads {least}")
+
+
+def write_preset(
+    root: Path, preset: str, block_size: int, num_layers: int = 0
+) -> tuple[str, str | None]:
     """Write the config.json files of a preset.
 
     Args:
         root: Directory to write into.
         preset: One of ``PRESETS``.
         block_size: Positions that the draft was "trained" for.
+        num_layers: Layers of the target; 0 for the preset's own.
 
     Returns:
         Directories of the target and the draft; None for a draft that is part of the
         target's checkpoint.
+
+    Raises:
+        ValueError: See ``check_num_layers``.
     """
+    check_num_layers(preset, num_layers)
     root = root / f"{preset}-{block_size}"
     if preset == DEEPSEEK_V4:
-        return _write(root / "target", _deepseek_v4(block_size)), None
-    target, draft = _qwen3(QWEN3[preset], block_size)
+        config = _deepseek_v4(block_size, num_layers or 4)
+        return _write(root / "target", config), None
+    dims = QWEN3[preset]
+    target, draft = _qwen3(replace(dims, layers=num_layers or dims.layers), block_size)
     return _write(root / "target", target), _write(root / "draft", draft)
 
 
@@ -140,14 +165,15 @@ def _qwen3(dims: Dimensions, block_size: int) -> tuple[dict[str, Any], dict[str,
     return {**shared, **target}, {**shared, **draft}
 
 
-def _deepseek_v4(block_size: int) -> dict[str, Any]:
+def _deepseek_v4(block_size: int, num_layers: int) -> dict[str, Any]:
     """Return the config of a target whose checkpoint holds one draft layer.
 
     Layers by how they compress the context: sliding window alone, by 4 with the
-    sparse indexer, by 128, by 4.
+    sparse indexer, then by 128 and by 4 in turn.
     """
     vocab = 32768
-    by_4 = "compressed_sparse_attention"
+    by_4, by_128 = "compressed_sparse_attention", "heavily_compressed_attention"
+    in_turn = [by_128, by_4] * num_layers
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
@@ -156,7 +182,7 @@ def _deepseek_v4(block_size: int) -> dict[str, Any]:
         "eos_token_id": 1,
         "vocab_size": vocab,
         "hidden_size": 4096,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 64,
         "num_key_value_heads": 1,
         "head_dim": 512,
@@ -165,13 +191,8 @@ def _deepseek_v4(block_size: int) -> dict[str, Any]:
         "o_lora_rank": 1024,
         "o_groups": 8,
         "sliding_window": 128,
-        "layer_types": [
-            "sliding_attention",
-            by_4,
-            "heavily_compressed_attention",
-            by_4,
-        ],
-        "compress_rates": {by_4: 4, "heavily_compressed_attention": 128},
+        "layer_types": ["sliding_attention", by_4, *in_turn][:num_layers],
+        "compress_rates": {by_4: 4, by_128: 128},
         "compress_rope_theta": 160000.0,
         "rope_theta": 10000.0,
         "max_position_embeddings": 65536,
@@ -189,7 +210,7 @@ def _deepseek_v4(block_size: int) -> dict[str, Any]:
         "hc_mult": 4,
         "hc_sinkhorn_iters": 20,
         "hc_eps": 1e-6,
-        "mlp_layer_types": ["moe"] * 4,
+        "mlp_layer_types": ["moe"] * num_layers,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 6,
@@ -211,7 +232,7 @@ def _deepseek_v4(block_size: int) -> dict[str, Any]:
         "num_nextn_predict_layers": 1,
         "n_mtp_layers": 1,
         "dspark_block_size": block_size,
-        "dspark_target_layer_ids": [0, 1, 3],
+        "dspark_target_layer_ids": list(_DEEPSEEK_V4_DRAFT_READS),
         "dspark_noise_token_id": vocab - 1,
         "dspark_markov_rank": 256,
         "enable_confidence_head": True,

@@ -76,7 +76,7 @@ class StepProbe:
         ``step_ms`` maps the scheduled width to the median time between the starts
         of two steps of the largest batch at that width: with asynchronous
         scheduling, the time of a step once the device is the bottleneck.
-        ``step_ms_p99`` has their 99th percentile.
+        ``step_ms_p99`` has their 99th percentile, ``step_ms_max`` the longest.
         """
         steps, self._steps = self._steps, []
         plans, self._plans = self._plans, []
@@ -91,6 +91,7 @@ class StepProbe:
             "mean_next_depth": _mean(depths),
             "step_ms": _step_ms(steps, 50),
             "step_ms_p99": _step_ms(steps, 99),
+            "step_ms_max": _step_ms(steps, 100),
             "survival_prior": self._survival_prior(),
             "host_us": None if self._host_times is None else self._host_times.take(),
         }

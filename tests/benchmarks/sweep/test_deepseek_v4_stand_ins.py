@@ -93,9 +93,11 @@ def test_norm_broadcast_fusion_and_head_are_what_their_parts_make(case):
     vllm.__version__.startswith("0.32"),
     reason="0.32 reads another form of this config; CI runs this on the GPU release",
 )
-@pytest.mark.parametrize("arm", ["fixed5", "upstream5", "capacity5"])
-def test_vllm_takes_the_preset_with_its_draft_inside(tmp_path, arm):
-    target, draft = write_preset(tmp_path, DEEPSEEK_V4, 5)
+@pytest.mark.parametrize(
+    ("arm", "num_layers"), [("fixed5", 0), ("upstream5", 12), ("capacity5", 0)]
+)
+def test_vllm_takes_the_preset_with_its_draft_inside(tmp_path, arm, num_layers):
+    target, draft = write_preset(tmp_path, DEEPSEEK_V4, 5, num_layers)
     spec = Arm.parse(arm).speculative_config(draft, 5)
     assert draft is None and "model" not in spec
     # A process of its own: the stand-ins stay where they are put.
@@ -112,6 +114,7 @@ config = EngineArgs(
 draft = config.speculative_config.draft_model_config
 assert draft.architectures == ["DSparkDraftModel"], draft.architectures
 assert config.speculative_config.num_speculative_tokens == 5
+assert config.model_config.hf_text_config.num_hidden_layers == {num_layers or 4}
 """
     environ = {"VLLM_DSPARK_CPU_REHEARSAL": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", code]

@@ -3,8 +3,11 @@
 
 import json
 
+import pytest
+
 from benchmarks import plot, sweep_concurrency
 from benchmarks.common import append_records
+from benchmarks.simulator.recorded import load_served_steps
 
 
 class FakeArm:
@@ -60,3 +63,35 @@ def test_labels_of_coupled_and_open_loads_and_what_the_plot_takes(tmp_path):
     curves = plot.read_throughput([path])
     assert curves.keys() == {"fixed3", "capacity7"}
     assert curves["fixed3"].keys() == {1, 8}
+
+
+def test_steps_of_the_first_repetition_are_a_record_of_their_own():
+    records, _ = run("--concurrency", "8")
+    steps = [r for r in records if r.bench == "sweep_concurrency.steps"]
+    assert [(r.arm, r.case.get("part")) for r in steps] == [
+        (arm, part) for arm in ("fixed3", "capacity7") for part in ("first", None)
+    ]
+
+
+def test_the_simulator_reads_the_later_repetitions_alone(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    records, _ = run("--concurrency", "8")
+    for record in records:
+        if record.case.get("part") and record.bench.endswith(".steps"):
+            record.case["step_ms"] = {"8.00": 1e6}
+    append_records(path, records)
+    assert {step.ms for step in load_served_steps(path)} == {7.1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-layers", "2"], "the draft of tiny-dims reads 3"),
+        (["--num-layers", "9", "--target", "t", "--draft", "d"], "has its own"),
+    ],
+)
+def test_number_of_layers_fits_the_draft(options, message, capsys):
+    assert sweep_concurrency.parse_args(["--num-layers", "3"]).num_layers == 3
+    with pytest.raises(SystemExit):
+        sweep_concurrency.parse_args(options)
+    assert message in capsys.readouterr().err

@@ -249,7 +249,7 @@ def _rate(estimates: np.ndarray, truth: np.ndarray, costs: StepCosts) -> float:
     # Earlier positions first among equals, as the admission kernel ranks.
     order = np.lexsort((np.tile(np.arange(depth), num_reqs), -estimates.ravel()))
     expected = num_reqs + truth.ravel()[order[:budget]].sum()
-    step_ms = costs.verify_varlen_ms[num_reqs + budget]
+    step_ms = costs.decode_varlen_ms(num_reqs)[budget]
     if budget == num_reqs * depth:
         step_ms = costs.verify_uniform_ms[depth][num_reqs]
     return expected / (step_ms + costs.draft_ms[depth][num_reqs] + costs.overhead_ms)

@@ -232,6 +232,8 @@ class Simulation:
         uniform = num_tokens == num_reqs * (width + 1) and budget == num_reqs * width
         if uniform and self.policy.uniform_graphs and width in costs.verify_uniform_ms:
             return float(costs.verify_uniform_ms[width][num_reqs])
+        if not batch.prefilling.any():
+            return float(costs.decode_varlen_ms(num_reqs)[num_tokens - num_reqs])
         return float(costs.verify_varlen_ms[num_tokens])
 
     def _step(self) -> None:

@@ -170,8 +170,8 @@ def survivals(logits: np.ndarray) -> np.ndarray:
 class UpstreamPolicy:
     """vLLM's adaptive verification: always K drafts, the budget by argmax.
 
-    Priced with the same tables as ours, which flatters it: its own profile leaves
-    out logits and sampling. Its varlen graphs replace the uniform ones.
+    Priced by tokens, as its profile does, but logits and sampling included, which
+    flatters it. Its varlen graphs replace the uniform ones.
 
     Source: shared description of vLLM 0.33's adaptive verification: argmax over b of
     (sampling requests + sum of the b best survivals that are one round old) /
@@ -295,7 +295,7 @@ class OraclePolicy:
         num_drafts = num_reqs * depth
         largest = min(num_drafts, max(self.max_total_logits - num_reqs, 0))
         expected = expected_tokens(num_reqs, survival, num_drafts)
-        step_ms = costs.verify_varlen_ms[num_reqs : num_reqs + num_drafts + 1].copy()
+        step_ms = costs.decode_varlen_ms(num_reqs)[: num_drafts + 1].copy()
         step_ms[largest + 1 :] = np.inf
         step_ms[-1] = costs.verify_uniform_ms[depth][num_reqs]
         return expected, step_ms + costs.overhead_ms

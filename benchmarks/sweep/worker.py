@@ -77,6 +77,7 @@ class StepProbe:
         of two steps of the largest batch at that width: with asynchronous
         scheduling, the time of a step once the device is the bottleneck.
         ``step_ms_p99`` has their 99th percentile, ``step_ms_max`` the longest.
+        ``step_ms_prompts`` is the median of steps that hold prompts.
         """
         steps, self._steps = self._steps, []
         plans, self._plans = self._plans, []
@@ -92,6 +93,7 @@ class StepProbe:
             "step_ms": _step_ms(steps, 50),
             "step_ms_p99": _step_ms(steps, 99),
             "step_ms_max": _step_ms(steps, 100),
+            "step_ms_prompts": _prompt_ms(steps),
             "survival_prior": self._survival_prior(),
             "host_us": None if self._host_times is None else self._host_times.take(),
         }
@@ -173,6 +175,15 @@ def _step_ms(
         for width, found in gaps.items()
         if len(found) > 2
     }
+
+
+def _prompt_ms(steps: list[tuple[float, int, int]]) -> float | None:
+    gaps = [
+        1e3 * (end - start)
+        for (start, num_reqs, num_tokens), (end, *_) in itertools.pairwise(steps)
+        if num_tokens > 16 * num_reqs
+    ]
+    return float(np.median(gaps)) if gaps else None
 
 
 def _report_true_confidence(rates: list[float]) -> None:

@@ -106,7 +106,7 @@ class DriftingEngine:
             wish = plan_depth(inputs, self.tables, correction=correction)
             self._wish = wish.draft_depth
         tokens = MAX_REQS + plan.draft_budget
-        verify_ms = self.tables.verify_varlen_ms[tokens]
+        verify_ms = self.tables.decode_varlen_ms(MAX_REQS)[plan.draft_budget]
         tabled, true = self._true_ms(self._depth, tokens, verify_ms, plan.verify_all)
         self._rate = plan.expected_tokens / true
         if self.corrects and (not plan.verify_all or self._hand == self._depth):
@@ -134,7 +134,7 @@ class DriftingEngine:
             for budget, tokens in enumerate(expected):
                 size = MAX_REQS + budget
                 uniform = budget == len(rising)
-                verify_ms = self.tables.verify_varlen_ms[size]
+                verify_ms = self.tables.decode_varlen_ms(MAX_REQS)[budget]
                 _, true = self._true_ms(depth, size, verify_ms, uniform)
                 best = max(best, tokens / true)
         return best

@@ -277,8 +277,8 @@ def test_captured_num_reqs_lists_the_graphs_of_one_depth(manager, speculator):
     manager.graphs = dict.fromkeys(descs_of(manager))
     assert speculator.captured_num_reqs(0) == []
     sizes = {depth: speculator.captured_num_reqs(depth) for depth in GRAPH_DEPTHS}
-    # 1, 2, 8, 16 and 35 tokens, rounded up to whole requests, up to five of them.
-    assert sizes == {1: [1, 2, 5], 3: [1, 3, 5], K: [1, 2, 3, 5]}
+    # At K upstream's: 1, 2, 8, 16 and 35 tokens, rounded up to whole requests.
+    assert sizes == {1: [1, 2, 4, 5], 3: [1, 2, 4, 5], K: [1, 2, 3, 5]}
 
 
 # ---- propose ----------------------------------------------------------------------

@@ -124,7 +124,7 @@ def brute_force_best_rate(costs, num_reqs, prior):
             verify = (
                 costs.verify_uniform_ms[depth][num_reqs]
                 if budget == len(slots)
-                else costs.verify_varlen_ms[num_reqs + budget]
+                else costs.decode_varlen_ms(num_reqs)[budget]
             )
             step_ms = costs.draft_ms[depth][num_reqs] + verify + costs.overhead_ms
             best = max(best, (num_reqs + sum(slots[:budget])) / step_ms)

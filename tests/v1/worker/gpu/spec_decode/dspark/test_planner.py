@@ -52,6 +52,8 @@ def oracle_rates(inputs, costs, depth):
     for budget in range(len(slots) + 1):
         verify_ms = costs.verify_varlen_ms[inputs.num_non_draft_tokens + budget]
         decode_only = inputs.num_non_draft_tokens == num_reqs
+        if decode_only:
+            verify_ms = costs.decode_varlen_ms(num_reqs)[budget]
         all_alike = len(widths) == 1 and widths <= set(costs.depths)
         if budget == len(slots) and decode_only and all_alike:
             verify_ms = costs.verify_uniform_ms[widths.pop()][num_reqs]
@@ -144,8 +146,12 @@ def test_steep_costs_verify_only_what_pays():
 def test_equal_rates_take_the_larger_budget():
     costs = linear_costs(0.0)
     varlen_ms = np.where(np.arange(len(costs.verify_varlen_ms)) <= 6, 5.0, 500.0)
+    uniform_ms = {
+        d: np.where(np.arange(len(table)) * (d + 1) <= 6, 5.0, 500.0)
+        for d, table in costs.verify_uniform_ms.items()
+    }
     costs = dataclasses.replace(
-        costs, verify_varlen_ms=varlen_ms, verify_uniform_ms=costs.verify_uniform_ms
+        costs, verify_varlen_ms=varlen_ms, verify_uniform_ms=uniform_ms
     )
     # Past position 1 nothing survives, so budgets 2..4 tie (2 + 4 = 6 tokens).
     inputs = make_inputs([[1.0, 0.0, 0.0, 0.0]] * 2, [4, 3])

@@ -33,7 +33,7 @@ def oracle_depth_rates(survival, costs, depths, cap, context_tokens):
         )
         best[depth] = 0.0
         for budget in range(min(len(slots), cap) + 1):
-            verify_ms = costs.verify_varlen_ms[num_reqs + budget]
+            verify_ms = costs.decode_varlen_ms(num_reqs)[budget]
             if budget == len(slots):
                 verify_ms = costs.verify_uniform_ms[depth][num_reqs]
             step_ms = costs.draft_ms[depth][num_reqs] + verify_ms + costs.overhead_ms

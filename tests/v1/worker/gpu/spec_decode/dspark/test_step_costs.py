@@ -2,6 +2,7 @@
 """Cost tables: what they accept, what they promise, and their file form."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from tests.helpers.plan_cases import random_costs
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import (
     MIN_VERIFY_MS,
     StepCosts,
@@ -30,6 +32,76 @@ def make_costs(**changes):
         "overhead_ms": 0.25,
     }
     return StepCosts(**{**fields, **changes})
+
+
+def between_in_loops(costs, num_reqs, num_tokens):
+    """Price one trimmed batch, step by step."""
+    table = costs.verify_varlen_ms
+
+    def padded(tokens):
+        while tokens + 1 < len(table) and table[tokens + 1] == table[tokens]:
+            tokens += 1
+        return tokens
+
+    most = min(num_reqs * (costs.depths[-1] + 1), costs.max_num_tokens)
+    known = [(padded(num_reqs), table[num_reqs])]
+    for depth in costs.depths:
+        tokens = num_reqs * (depth + 1)
+        if known[0][0] < tokens <= most:
+            ms = min(costs.verify_uniform_ms[depth][num_reqs], table[tokens])
+            known.append((tokens, max(ms, known[-1][1])))
+    at = min(max(padded(num_tokens), known[0][0]), known[-1][0])
+    found = known[-1][1]
+    for (low, low_ms), (high, high_ms) in itertools.pairwise(known):
+        if low <= at <= high:
+            found = low_ms + (high_ms - low_ms) * (at - low) / (high - low)
+            break
+    return min(found, table[num_tokens])
+
+
+@NO_DEADLINE
+@given(st.integers(0, 2**32 - 1))
+def test_trimmed_batches_are_priced_between_the_uniform_ones(seed):
+    costs = random_costs(np.random.default_rng(seed))
+    for num_reqs in range(1, costs.max_num_reqs + 1):
+        found = costs.decode_varlen_ms(num_reqs)
+        most = min(num_reqs * (costs.depths[-1] + 1), costs.max_num_tokens)
+        assert len(found) == most - num_reqs + 1
+        expected = [
+            between_in_loops(costs, num_reqs, tokens)
+            for tokens in range(num_reqs, most + 1)
+        ]
+        np.testing.assert_allclose(found, np.maximum.accumulate(expected), rtol=1e-12)
+        assert (found <= costs.verify_varlen_ms[num_reqs : most + 1]).all()
+        assert costs.decode_varlen_ms(num_reqs) is found, "a step allocates nothing"
+
+
+def test_few_requests_cost_less_than_many_of_as_many_tokens():
+    tokens = np.arange(61)
+    costs = StepCosts(
+        {d: np.zeros(13) for d in (1, 4)},
+        # 1 ms a token and 0.5 ms a request, up to 12 requests.
+        {d: np.arange(13) * (d + 1 + 0.5) for d in (1, 4)},
+        tokens + 0.5 * np.minimum(tokens, 12),
+    )
+    for num_reqs in (1, 4, 12):
+        expected = np.arange(num_reqs, 5 * num_reqs + 1) + 0.5 * num_reqs
+        np.testing.assert_allclose(costs.decode_varlen_ms(num_reqs), expected)
+
+
+def test_a_trimmed_batch_pays_for_the_graph_that_it_is_padded_to():
+    # Graphs of 4, 8 and 12 tokens; 1 ms a token.
+    sizes = np.array([4] * 5 + [8] * 4 + [12] * 4, dtype=float)
+    costs = StepCosts(
+        {2: np.zeros(5)}, {2: np.array([4.0, 4.0, 8.0, 12.0, 12.0])}, sizes
+    )
+    assert costs.decode_varlen_ms(4).tolist() == [4.0] + [8.0] * 4 + [12.0] * 4
+
+
+def test_curves_of_whole_steps_price_by_tokens_alone():
+    costs = make_costs(whole_step=True)
+    assert costs.decode_varlen_ms(2).tolist() == costs.verify_varlen_ms[2:7].tolist()
+    assert make_costs().decode_varlen_ms(0).tolist() == [1.0]
 
 
 @NO_DEADLINE

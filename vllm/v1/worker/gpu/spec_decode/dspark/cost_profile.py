@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Sizes timed per depth, and varlen sizes, of the captured ones (about 50 and 60): the
 # others are read off the line between their neighbours.
-NUM_UNIFORM_POINTS = 16
-NUM_VARLEN_POINTS = 28
+NUM_UNIFORM_POINTS = 14
+NUM_VARLEN_POINTS = 24
 # Attention is linear in the context and nearly so in the requests.
 NUM_CONTEXT_POINTS = 4
 # Contexts of the dummy requests, tokens. The long one is bounded by the model and the

@@ -137,7 +137,7 @@ def best_budget(
         graph. Of equal rates the larger budget.
     """
     num_drafts = num_reqs * depth
-    varlen_ms = costs.verify_varlen_ms[num_reqs : num_reqs + num_drafts + 1]
+    varlen_ms = costs.decode_varlen_ms(num_reqs)[: num_drafts + 1]
     size = min(len(expected_tokens), len(varlen_ms))
     context_ms = costs.context_ms(depth, depth, num_reqs, context_tokens)
     pass_ms = costs.draft_ms[depth][num_reqs] + costs.overhead_ms + context_ms

@@ -178,7 +178,8 @@ def plan_budget(
 
     Maximises (sampling requests + sum of the b largest survivals) / step time over
     all b in 0..min(drafts in hand, cap). All drafts of a decode-only batch of equal
-    widths are priced as the uniform graph, everything else by target tokens.
+    widths are priced as the uniform graph, fewer by requests and tokens, a batch
+    with prompts by tokens.
 
     Prompts must be worked through whatever is drafted, so their time says nothing
     about drafts, but the rate of a step that holds some is low, and by that rate
@@ -231,8 +232,10 @@ def plan_budget(
     expected = _expected_tokens(inputs.num_sampling_reqs, rising)
     context_ms = costs.context_ms(width, depth, num_reqs, inputs.context_tokens)
     pass_ms = float(costs.draft_ms[depth][num_reqs]) + costs.overhead_ms + context_ms
-    step_ms = costs.verify_varlen_ms[base : base + total + 1] + pass_ms
-    if base != num_reqs:
+    if base == num_reqs:
+        step_ms = costs.decode_varlen_ms(num_reqs)[: total + 1] + pass_ms
+    else:
+        step_ms = costs.verify_varlen_ms[base : base + total + 1] + pass_ms
         correction = None
     if correction is not None:
         step_ms *= correction.varlen[depth][base : base + total + 1]

@@ -83,7 +83,7 @@ class StepCorrector:
             verify_ms = costs.verify_uniform_ms[draft_depth][num_reqs]
             factor = self.correction.uniform[draft_depth][num_reqs]
         else:
-            verify_ms = costs.verify_varlen_ms[batch.num_tokens]
+            verify_ms = costs.decode_varlen_ms(num_reqs)[batch.num_tokens - num_reqs]
             factor = self.correction.varlen[draft_depth][batch.num_tokens]
         tabled_ms = float(
             verify_ms

@@ -74,17 +74,19 @@ class StepCosts:
     """Step cost tables in milliseconds, read-only and never falling with size.
 
     A step costs ``draft_ms[d][R] + verify + context + overhead_ms`` where verify is
-    ``verify_uniform_ms[d][R]`` if every request is ``d + 1`` tokens wide, else
-    ``verify_varlen_ms[num_target_tokens]``, both without any context, and context
-    is the mean context of the requests times ``verify_context_ms[w][R] +
-    draft_context_ms[d][R]`` for drafts in hand of width w.
+    ``verify_uniform_ms[d][R]`` if every request is ``d + 1`` tokens wide, what
+    :meth:`decode_varlen_ms` says if it is trimmed, ``verify_varlen_ms`` by tokens if
+    it holds prompts, all without any context, and context is the mean context of
+    the requests times ``verify_context_ms[w][R] + draft_context_ms[d][R]`` for
+    drafts in hand of width w.
 
     Attributes:
         draft_ms: Per enabled depth (ascending), float64 [max_num_reqs + 1]. Depth 0
             holds the upkeep of the drafter's context K/V only.
         verify_uniform_ms: Per enabled depth, float64 [max_num_reqs + 1]. Depth 0 is
             plain decoding, one token per request.
-        verify_varlen_ms: float64 [max_num_tokens + 1], by target tokens.
+        verify_varlen_ms: float64 [max_num_tokens + 1], by target tokens, of as many
+            requests as there may be: one token each up to max_num_seqs.
         verify_context_ms: Per depth, milliseconds for each token of mean context,
             float64 [max_num_reqs + 1]; a missing depth costs nothing.
         draft_context_ms: The same of the drafter.
@@ -105,6 +107,9 @@ class StepCosts:
     num_stalled_samples: int = 0
     verify_context_ms: Mapping[int, np.ndarray] = field(default_factory=dict)
     draft_context_ms: Mapping[int, np.ndarray] = field(default_factory=dict)
+    _decode_varlen_ms: dict[int, np.ndarray] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         """Check, make monotone and freeze every table."""
@@ -151,6 +156,45 @@ class StepCosts:
     def max_num_tokens(self) -> int:
         """Largest target token count the tables cover."""
         return len(self.verify_varlen_ms) - 1
+
+    def decode_varlen_ms(self, num_reqs: int) -> np.ndarray:
+        """Verify time of R decode requests by their target tokens, trimmed.
+
+        So many tokens of few requests cost less than of many: attention goes by
+        requests. Between one token each, which the varlen table holds, and the
+        uniform batches of each depth, the time is read off the line, at the size
+        that the batch is padded to; it is never above the varlen table, whose
+        batches have more requests.
+
+        Args:
+            num_reqs: Requests R, >= 0.
+
+        Returns:
+            float64 ``[R * deepest + 1]`` (fewer where the tables end), read-only:
+            entry b is of R + b tokens. Kept, so that a step allocates nothing.
+        """
+        found = self._decode_varlen_ms.get(num_reqs)
+        if found is None:
+            found = self._decode_varlen_ms[num_reqs] = self._priced_between(num_reqs)
+        return found
+
+    def _priced_between(self, num_reqs: int) -> np.ndarray:
+        by_tokens = self.verify_varlen_ms
+        most = min(num_reqs * (self.depths[-1] + 1), self.max_num_tokens)
+        upper = by_tokens[num_reqs : most + 1]
+        if self.whole_step or not num_reqs:
+            return upper
+        # Equal entries are one graph: a batch is padded to its size.
+        padded = np.searchsorted(by_tokens, upper, side="right") - 1
+        depths = [d for d in self.depths if padded[0] < num_reqs * (d + 1) <= most]
+        tokens = [padded[0], *(num_reqs * (d + 1) for d in depths)]
+        uniform = [self.verify_uniform_ms[d][num_reqs] for d in depths]
+        # Where a depth has no graph of this size, a varlen one is the better price.
+        known = np.minimum([upper[0], *uniform], by_tokens[tokens])
+        between = np.interp(padded, tokens, np.maximum.accumulate(known))
+        between = np.maximum.accumulate(np.minimum(between, upper))
+        between.flags.writeable = False
+        return between
 
     def context_ms(
         self, width: int, depth: int, num_reqs: int, context_tokens: float

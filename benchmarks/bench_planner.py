@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from vllm.config.dspark_capacity import default_draft_depths
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification as upstream
 from vllm.v1.worker.gpu.spec_decode.dspark.planner import (
     PlanInputs,
@@ -62,7 +63,7 @@ BASE_MS, TOKEN_MS, DRAFT_BASE_MS, DRAFT_TOKEN_MS = 6.0, 0.01, 1.0, 0.006
 def make_costs(num_reqs: int, k: int) -> StepCosts:
     """Linear tables whose uniform graphs cost the same as varlen ones."""
     reqs = np.arange(num_reqs + 1)
-    depths = sorted({d for d in (1, 2, 3, 5) if d < k} | {k})
+    depths = default_draft_depths(k)
     return StepCosts(
         {d: DRAFT_BASE_MS + DRAFT_TOKEN_MS * d * reqs for d in depths},
         {d: BASE_MS + TOKEN_MS * reqs * (d + 1) for d in depths},

@@ -41,7 +41,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from vllm.config.dspark_capacity import DSparkCapacityConfig, DSparkCapacityEnv
+from vllm.config.dspark_capacity import (
+    DSparkCapacityConfig,
+    DSparkCapacityEnv,
+    default_draft_depths,
+)
 from vllm.v1.worker.gpu.dspark_capacity_model_runner import DSparkCapacityModelRunner
 from vllm.v1.worker.gpu.spec_decode import capacity
 from vllm.v1.worker.gpu.spec_decode.dspark.capacity_checks import check_admission
@@ -206,7 +210,7 @@ class Step:
 
 def _make_costs(num_reqs: int, k: int, token_ms: float) -> StepCosts:
     reqs = np.arange(num_reqs + 1)
-    depths = sorted({d for d in (1, 2, 3, 5) if d < k} | {k})
+    depths = default_draft_depths(k)
     return StepCosts(
         {d: 1.0 + 1e-6 * d * reqs for d in depths},
         {d: 6.0 + token_ms * reqs * (d + 1) for d in depths},

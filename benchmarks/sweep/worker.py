@@ -6,16 +6,14 @@ for what must be in a captured graph; ``SETUP_VARIABLE`` says what that is. Noth
 else may import it first: it acts once, at import.
 """
 
-import itertools
 import json
 import os
 import time
 from typing import Any
 
-import numpy as np
-
 from benchmarks.sweep.engine import SETUP_VARIABLE
 from benchmarks.sweep.host_times import HostTimes
+from benchmarks.sweep.step_gaps import decode_step_ms, prompt_step_ms
 from benchmarks.sweep.teacher import Teacher
 
 
@@ -90,10 +88,10 @@ class StepProbe:
             "num_trimmed": len(trimmed),
             "mean_budget": _mean(trimmed),
             "mean_next_depth": _mean(depths),
-            "step_ms": _step_ms(steps, 50),
-            "step_ms_p99": _step_ms(steps, 99),
-            "step_ms_max": _step_ms(steps, 100),
-            "step_ms_prompts": _prompt_ms(steps),
+            "step_ms": decode_step_ms(steps, 50),
+            "step_ms_p99": decode_step_ms(steps, 99),
+            "step_ms_max": decode_step_ms(steps, 100),
+            "step_ms_prompts": prompt_step_ms(steps),
             "survival_prior": self._survival_prior(),
             "host_us": None if self._host_times is None else self._host_times.take(),
         }
@@ -159,31 +157,6 @@ class SweepWorkerExtension:
 
 def _mean(values: list[Any]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _step_ms(
-    steps: list[tuple[float, int, int]], percentile: float
-) -> dict[str, float]:
-    largest = max((n for _, n, _ in steps), default=0)
-    gaps: dict[str, list[float]] = {}
-    for (start, num_reqs, num_tokens), (end, *_) in itertools.pairwise(steps):
-        if num_reqs == largest and num_tokens <= 16 * num_reqs:
-            width = f"{num_tokens / num_reqs:.2f}"
-            gaps.setdefault(width, []).append(1e3 * (end - start))
-    return {
-        width: float(np.percentile(found, percentile))
-        for width, found in gaps.items()
-        if len(found) > 2
-    }
-
-
-def _prompt_ms(steps: list[tuple[float, int, int]]) -> float | None:
-    gaps = [
-        1e3 * (end - start)
-        for (start, num_reqs, num_tokens), (end, *_) in itertools.pairwise(steps)
-        if num_tokens > 16 * num_reqs
-    ]
-    return float(np.median(gaps)) if gaps else None
 
 
 def _report_true_confidence(rates: list[float]) -> None:

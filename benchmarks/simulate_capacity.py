@@ -57,6 +57,7 @@ from benchmarks.simulator.recorded import (  # noqa: E402
     load_start_ms,
     load_throughput,
 )
+from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts  # noqa: E402
 
 BENCH = "simulate_capacity"
 
@@ -75,8 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--correct-by",
-        type=readable_file,
-        help="records of a sweep: scale the costs by its served step times",
+        type=list_of(readable_file),
+        default=[],
+        help="records of sweeps, A[,B...]: scale the costs by their served step times",
     )
     add(
         "--compare",
@@ -112,6 +114,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--confidence-shift", type=number(-40, 40), default=0.0)
     add("--confidence-temperature", type=number(0.01, 100), default=1.0)
     add("--online-sts", action="store_true", help="the capacity arm calibrates itself")
+    add(
+        "--draft-depths",
+        type=list_of(natural),
+        help="depths to keep of the costs; default: all",
+    )
     add("--knee", type=natural, default=0, help="requests; 0: the automatic knee")
     add("--max-num-batched-tokens", type=positive_int, default=8192)
     add("--max-logits", type=positive_int, default=DEFAULT_MAX_LOGITS)
@@ -138,11 +145,15 @@ def _load(args: argparse.Namespace) -> None:
         ValueError: They do not fit each other or the options.
     """
     args.planned = load_costs(args.costs)
+    if args.draft_depths:
+        args.planned = _at_depths(args.planned, args.draft_depths)
     args.true = args.planned
     if args.correct_by:
-        args.true = correct_costs(args.planned, load_served_steps(args.correct_by))
+        served = [s for path in args.correct_by for s in load_served_steps(path)]
+        args.true = correct_costs(args.planned, served)
         if args.start_ms is None:
-            args.start_ms = load_start_ms(args.correct_by)
+            starts = map(load_start_ms, args.correct_by)
+            args.start_ms = next(filter(None, starts), None)
     args.start_ms = args.start_ms or 0.0
     args.measured = load_throughput(args.compare) if args.compare else {}
     args.arms = args.arms or default_arms(args.planned)
@@ -169,6 +180,15 @@ def _load(args: argparse.Namespace) -> None:
             f"--profile has {len(args.profile)} entries, the arms need {deepest}"
         )
     args.world = args.world.up_to(max(deepest, 1))
+
+
+def _at_depths(costs: StepCosts, depths: list[int]) -> StepCosts:
+    try:
+        return costs.fitted(
+            sorted(set(depths)), costs.max_num_reqs, costs.max_num_tokens
+        )
+    except ValueError as e:
+        raise ValueError(f"--draft-depths does not fit the costs: {e}") from None
 
 
 def _policy(args: argparse.Namespace, arm: str) -> Policy:

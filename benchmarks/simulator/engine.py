@@ -258,7 +258,9 @@ class Simulation:
 
         draft_ms = self.engine.costs.draft_ms[depth][num_reqs] if depth else 0.0
         overhead_ms = self.engine.costs.overhead_ms
-        result.ms += self._verify_ms(batch, budget) + float(draft_ms) + overhead_ms
+        step_ms = self._verify_ms(batch, budget) + float(draft_ms) + overhead_ms
+        self.policy.took(step_ms)
+        result.ms += step_ms
         result.num_steps += 1
         result.num_drafted += depth * len(drafting.slots)
         result.num_verified += budget

@@ -2,8 +2,9 @@
 """Our arm: the product's step planner, depth controller and scheduler table.
 
 Only what needs a device is replaced: the confidence mirror (:mod:`.mirror`) and the
-timing of steps. Reports reach the scheduler ``REPORT_STEPS`` steps later, as under
-asynchronous scheduling.
+clock. The tables that it plans with are corrected by what steps take, as the product
+does. Reports reach the scheduler ``REPORT_STEPS`` steps later, as under asynchronous
+scheduling.
 """
 
 from collections import deque
@@ -11,16 +12,23 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from benchmarks.simulator.calibrators import Calibrator, FixedTemperature
 from benchmarks.simulator.mirror import HostMirror
-from benchmarks.simulator.policies import Batch, Drafting
+from benchmarks.simulator.policies import Batch, Drafting, Policy
 from vllm.config.dspark_capacity import DSparkCapacityConfig
 from vllm.config.dspark_environ import DSparkCapacityEnv
 from vllm.v1.core.sched.dspark_capacity_scheduler import depth_lookup
 from vllm.v1.worker.gpu.spec_decode.dspark.knee import KNEE_MARGIN, knee_from_costs
+from vllm.v1.worker.gpu.spec_decode.dspark.step_corrector import StepCorrector
 from vllm.v1.worker.gpu.spec_decode.dspark.step_costs import StepCosts
-from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import StepPlan, StepPlanner
+from vllm.v1.worker.gpu.spec_decode.dspark.step_planner import (
+    FIXED,
+    StepPlan,
+    StepPlanner,
+)
+from vllm.v1.worker.gpu.spec_decode.dspark.step_times import StepTimes
 from vllm.v1.worker.gpu.spec_decode.dspark.survival_history import PRIOR_CONFIDENCE
 
 # Step t is scheduled while step t - 1 runs, with the output of step t - 2 known.
@@ -53,7 +61,7 @@ class RecordedCosts:
         return self.step_costs.max_num_reqs
 
 
-class CapacityPolicy:
+class CapacityPolicy(Policy):
     """Load-aware capacity at K. Per load: ``start``; per step: see ``Policy``.
 
     Args:
@@ -82,6 +90,11 @@ class CapacityPolicy:
         )
         self._max_total_logits = max_total_logits
         self.calibrator: Calibrator = calibrator or FixedTemperature()
+        self._mirror: HostMirror | None = None
+        # What the scheduler has yet to see; an idle engine has sent its table.
+        self._reports: deque[StepPlan] = deque()
+        # Whether the step before this one was published: else its end is unknown.
+        self._was_published = False
 
     @property
     def max_depth(self) -> int:
@@ -89,12 +102,22 @@ class CapacityPolicy:
         return self._depth
 
     def start(self, num_slots: int) -> None:
-        """Build the planner of a freshly started engine."""
+        """Begin a load, on the engine that served the last one if it has the slots."""
+        if self._mirror is None or len(self._mirror.probs) != num_slots:
+            self._build(num_slots)
+        slots = np.arange(num_slots)
+        self._mirror.drop_slots(slots)
+        self.replaced(slots)
+        self._reports = deque([FIXED] * REPORT_STEPS)
+        self._was_published = False
+
+    def _build(self, num_slots: int) -> None:
+        costs = self._recorded
         self._mirror = HostMirror(num_slots, self._depth)
         self._planner = StepPlanner(
             self._config,
             DSparkCapacityEnv(),
-            costs=self._recorded,
+            costs=costs,
             mirror=self._mirror,
             # The simulated engine's prices are of one context, too.
             num_computed_tokens=np.zeros(num_slots, dtype=np.int32),
@@ -102,10 +125,11 @@ class CapacityPolicy:
             max_total_logits=self._max_total_logits,
             num_bonus_tokens=1,
         )
+        times = StepTimes(SimpleNamespace(world_size=1), torch.device("cpu"))
+        self._planner.corrector = StepCorrector(costs.step_costs, times)
         self._depth_of_load = self._planner.depth_of_load()
         self._logits = np.zeros((num_slots, self._depth))
         self._observable = np.zeros(num_slots, dtype=bool)
-        self._reports: deque[StepPlan | None] = deque([None] * REPORT_STEPS)
 
     def replaced(self, slots: np.ndarray) -> None:
         """Forget the confidences of slots that were given to new requests."""
@@ -116,14 +140,8 @@ class CapacityPolicy:
     def schedule(self, num_reqs: int) -> int:
         """The scheduler's table, by the report that has arrived."""
         report = self._reports.popleft()
-        if report is None:
-            return self._depth
         table = depth_lookup(self._depth_of_load, report.next_depth, report.num_decodes)
         return self._depth if table is None else table[min(num_reqs, len(table) - 1)]
-
-    def next_depth(self, depth: int, drafting: Drafting, num_reqs: int) -> int:
-        """As scheduled."""
-        return depth
 
     def budget(self, batch: Batch) -> int:
         """The product's plan of this step."""
@@ -160,6 +178,14 @@ class CapacityPolicy:
         self._observable[drafting.slots] = True
         probs = self.calibrator.apply(drafting.confidence_logits)
         self._mirror.publish(probs.astype(np.float32), drafting.slots, drafting.depth)
+        self._planner.published(drafting.depth)
+
+    def took(self, ms: float) -> None:
+        """Let the product's correction see what it would: see ``host_copies``."""
+        publishes = self._plan.active and self._plan.publishes
+        if publishes and self._was_published:
+            self._planner.corrector.times.add(self._mirror.serial, ms)
+        self._was_published = publishes
 
     def judged(
         self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray

@@ -59,11 +59,13 @@ class Drafting:
 
 
 class Policy(Protocol):
-    """Decides one engine's steps. Per step: ``schedule``, ``budget``, ``drafted``.
+    """Decides one engine's steps. Per load: ``start``; per step: ``schedule``,
+    ``budget``, ``rank``, ``judged``, ``next_depth``, ``drafted``, ``took``.
+
+    Arms inherit from it: what one need not know, it ignores.
 
     Attributes:
         uniform_graphs: Untrimmed decode batches of one width run uniform graphs.
-        max_depth: Deepest draft.
     """
 
     uniform_graphs: bool
@@ -83,6 +85,7 @@ class Policy(Protocol):
 
     def next_depth(self, depth: int, drafting: Drafting, num_reqs: int) -> int:
         """Return the depth really drafted; only the oracle changes it so late."""
+        return depth
 
     def budget(self, batch: Batch) -> int:
         """Return how many of the drafts in hand to verify."""
@@ -98,9 +101,12 @@ class Policy(Protocol):
     ) -> None:
         """Take in what the target made of the drafts. Both shape [R], int64."""
 
+    def took(self, ms: float) -> None:
+        """Take in what the whole step took, milliseconds."""
+
 
 @dataclass
-class FixedPolicy:
+class FixedPolicy(Policy):
     """vLLM at a fixed ``num_speculative_tokens``; 0 is no speculation."""
 
     depth: int
@@ -111,19 +117,9 @@ class FixedPolicy:
         """See ``Policy``."""
         return self.depth
 
-    def start(self, num_slots: int) -> None:
-        """Nothing to forget."""
-
-    def replaced(self, slots: np.ndarray) -> None:
-        """Nothing to forget."""
-
     def schedule(self, num_reqs: int) -> int:
         """Always the fixed depth."""
         return self.depth
-
-    def next_depth(self, depth: int, drafting: Drafting, num_reqs: int) -> int:
-        """As scheduled."""
-        return depth
 
     def budget(self, batch: Batch) -> int:
         """Verify everything."""
@@ -132,14 +128,6 @@ class FixedPolicy:
     def rank(self, batch: Batch) -> np.ndarray:
         """Not used: nothing is trimmed."""
         return np.ones_like(batch.true_logits)
-
-    def drafted(self, drafting: Drafting) -> None:
-        """Reads no confidences."""
-
-    def judged(
-        self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Learns nothing."""
 
 
 def best_rate(expected: np.ndarray, step_ms: np.ndarray) -> tuple[int, float]:
@@ -167,7 +155,7 @@ def survivals(logits: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class UpstreamPolicy:
+class UpstreamPolicy(Policy):
     """vLLM's adaptive verification: always K drafts, the budget by argmax.
 
     Priced by tokens, as its profile does, but logits and sampling included, which
@@ -203,10 +191,6 @@ class UpstreamPolicy:
         """Always K."""
         return self.depth
 
-    def next_depth(self, depth: int, drafting: Drafting, num_reqs: int) -> int:
-        """As scheduled."""
-        return depth
-
     def budget(self, batch: Batch) -> int:
         """The first argmax of expected tokens over step time."""
         valid = np.arange(self.depth) < batch.drafts[:, None]
@@ -234,14 +218,9 @@ class UpstreamPolicy:
         self._stale[slots] = self._current[slots]
         self._current[slots] = survivals(drafting.confidence_logits[:, : self.depth])
 
-    def judged(
-        self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Learns nothing."""
-
 
 @dataclass
-class OraclePolicy:
+class OraclePolicy(Policy):
     """Knows the true probabilities and the costs, and decides without delay.
 
     Depth and budget of a round are chosen together, when the drafts are made, for
@@ -264,9 +243,6 @@ class OraclePolicy:
     def start(self, num_slots: int) -> None:
         """No drafter pass yet."""
         self._draft_ms = 0.0
-
-    def replaced(self, slots: np.ndarray) -> None:
-        """Nothing to forget."""
 
     def schedule(self, num_reqs: int) -> int:
         """The deepest; :meth:`next_depth` decides."""
@@ -318,11 +294,3 @@ class OraclePolicy:
     def rank(self, batch: Batch) -> np.ndarray:
         """By true survival."""
         return survivals(batch.true_logits)
-
-    def drafted(self, drafting: Drafting) -> None:
-        """Keeps nothing."""
-
-    def judged(
-        self, batch: Batch, capacities: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """Learns nothing."""

@@ -15,14 +15,18 @@ RUN_B = RESULTS / "2026-11-29-h200-sweep-b.jsonl"
 RUN_C = RESULTS / "2026-11-30-h200-sweep-rates.jsonl"
 
 
-def errors(costs, compared, *, least, correct_by=RUN_B, repetitions=10):
+# Held depths and fixed ones, between the two.
+DEPTHS = RESULTS / "2026-11-29-h200-depth.jsonl"
+
+
+def errors(costs, compared, *, least, correct_by=(RUN_B, DEPTHS), repetitions=10):
     measured = load_throughput(compared)
     levels = sorted({c for c, _ in measured if c >= least})
     arms = sorted({a for _, a in measured})
     args = simulate_capacity.parse_args(
         [
             *("--costs", str(costs), "--compare", str(compared)),
-            *(("--correct-by", str(correct_by)) if correct_by else ()),
+            *(("--correct-by", ",".join(map(str, correct_by))) if correct_by else ()),
             *("--concurrency", ",".join(map(str, levels)), "--arms", ",".join(arms)),
             *("--repetitions", str(repetitions), "--output-len", "160"),
         ]
@@ -35,9 +39,10 @@ def errors(costs, compared, *, least, correct_by=RUN_B, repetitions=10):
 
 def test_a_sweep_that_it_has_not_seen_is_met_within_ten_per_cent_at_every_load():
     """Run C gives its start profile alone; steps and starts took what B's did."""
-    found = errors(RUN_C, RUN_C, least=1)
-    assert {c for c, _ in found} == {1, 4, 8, 16, 32, 64, 128, 256}
-    assert max(map(abs, found.values())) < 10.0, found
+    for correct_by in ((RUN_B, DEPTHS), (RUN_B,)):
+        found = errors(RUN_C, RUN_C, least=1, correct_by=correct_by)
+        assert {c for c, _ in found} == {1, 4, 8, 16, 32, 64, 128, 256}
+        assert max(map(abs, found.values())) < 10.0, found
 
 
 def test_so_are_the_earlier_sweeps_but_for_one_cell():
@@ -92,6 +97,9 @@ def test_records_table_and_plot(tmp_path, capsys):
         (["--max-num-batched-tokens", "9000"], "9000"),
         (["--compare", str(RUN_B.with_name("2026-11-29-h200-start-c.jsonl"))], "thr"),
         (["--correct-by", str(RUN_B.with_suffix(".md"))], "file"),
+        (["--draft-depths", "1,4"], "lack draft depths [4]"),
+        (["--draft-depths", "3,x"], "'x'"),
+        (["--draft-depths", "3,7", "--arms", "fixed5"], "fixed5"),
     ],
 )
 def test_bad_options_are_usage_errors_that_name_them(options, named, capsys):

@@ -301,8 +301,8 @@ def default_draft_depths(
     """Return the depths that are enabled when none are listed.
 
     Dense where the best depth moves with the load (1, 3, 5, 8, 12, 18, ...), always
-    with the smallest allowed depth and K. Each costs one set of graphs; leaving
-    depth 2 out costs at most 0.7 % of a load's throughput (docs/simulator.md).
+    with the smallest allowed depth and K. Each costs one set of graphs; what leaving
+    depth 2 out costs, 0.2 % of throughput on average, is in docs/simulator.md.
 
     Args:
         num_speculative_tokens: K, >= 1.

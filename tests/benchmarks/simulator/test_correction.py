@@ -40,6 +40,26 @@ def test_ratio_is_interpolated_between_and_held_beyond():
     assert 1.0 < ratio[90] < 1.2
 
 
+def test_as_many_tokens_of_fewer_requests_may_have_another_ratio():
+    ratio = {3: 1.1, 7: 0.9}
+    steps = [
+        ServedStep(r, d + 1, ratio[d] * COSTS.uniform_step_ms(d, r))
+        for d in (3, 7)
+        for r in (16, 32, 64)
+    ]
+    corrected = correct_costs(COSTS, steps)
+    for d in (3, 7):
+        # 64 x 4 tokens and 32 x 8 are as many.
+        whole = COSTS.uniform_step_ms(d, 256 // (d + 1)) * ratio[d]
+        assert corrected.uniform_step_ms(d, 256 // (d + 1)) == pytest.approx(whole)
+    # One load of a depth is too little to follow its requests.
+    alone = [s for s in steps if s.width == 4] + [steps[-1]]
+    corrected = correct_costs(COSTS, alone)
+    assert corrected.uniform_step_ms(7, 8) == pytest.approx(
+        1.1 * COSTS.uniform_step_ms(7, 8)
+    )
+
+
 def test_one_noisy_cell_does_not_move_the_curve():
     steps = served(lambda tokens: 1.0)
     noisy = [

@@ -173,3 +173,34 @@ def test_admission_is_that_of_the_kernels_oracle(budget):
     )
     rank = np.cumprod(confidences, axis=1, dtype=np.float32)
     np.testing.assert_array_equal(admit(rank, drafts, budget), expected.numpy())
+
+
+@pytest.mark.parametrize("true_ratio", [1.0, 1.5])
+def test_capacity_corrects_its_costs_by_what_steps_take(true_ratio):
+    """And it keeps what it learned for the next load, as an engine does."""
+    true = StepCosts(
+        COSTS.draft_ms,
+        {d: COSTS.verify_uniform_ms[d] * true_ratio ** (d > 1) for d in DEPTHS},
+        COSTS.verify_varlen_ms,
+    )
+    policy = make_policy("capacity7", COSTS, knee=1)
+    drafts_per_step = []
+    for seed in range(4):
+        load = SimulatedLoad(48, 32, 200, seed, refills=0)
+        result = Simulation(Engine(true, MAX_TOKENS), WORLD, policy, load).run()
+        drafts_per_step.append(result.num_drafted / result.num_steps)
+    factors = policy._planner.corrector.correction.uniform
+    learned = max(float(factors[d][32:].max()) for d in (3, 7))
+    if true_ratio == 1.0:
+        assert learned == 1.0
+    else:
+        assert learned > 1.2
+        assert drafts_per_step[-1] < 0.9 * drafts_per_step[0], drafts_per_step
+
+
+def test_a_load_begins_at_the_depth_of_its_size():
+    policy = make_policy("capacity7", make_costs(token_ms=0.2), knee=8)
+    policy.start(64)
+    table = policy._planner.depth_of_load()
+    assert table[64] < 7
+    assert [policy.schedule(n) for n in (7, 64)] == [7, table[64]]
